@@ -1,0 +1,32 @@
+# The commands a newcomer needs: `make test` and `make demo`. Each prepares .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: test test-slow check demo bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: $(STAMP)  ## the whole suite but the slow tests, under ten minutes on two cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow --timeout=3600
+
+check: $(STAMP)  ## linter, formatter, type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: $(STAMP)  ## train, kill -9, resume, and the proof that nothing was lost or repeated
+	$(BIN)/python examples/demo.py
+
+bench: $(STAMP)  ## every figure that the README quotes
+	$(BIN)/python -m benchmarks.all
+
+clean:
+	rm -rf $(VENV) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

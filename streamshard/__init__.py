@@ -1,0 +1,35 @@
+"""streamshard: exact, elastic streaming of training data from object storage into PyTorch."""
+
+from streamshard.catalog import open_manifest
+from streamshard.dataset import StreamDataset
+from streamshard.distributed.topology import Topology
+from streamshard.errors import DataError, StateError, StorageError, StreamshardError, UsageError
+from streamshard.order.cursor import Ref
+from streamshard.state import merge_states
+from streamshard.steps.batch import Batch
+from streamshard.steps.filter import Filter
+from streamshard.steps.flat_map import FlatMap
+from streamshard.steps.map import Map
+from streamshard.writer import DatasetWriter, WriterProgress, commit_writers
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "DataError",
+    "DatasetWriter",
+    "Filter",
+    "FlatMap",
+    "Map",
+    "Ref",
+    "StateError",
+    "StorageError",
+    "StreamDataset",
+    "StreamshardError",
+    "Topology",
+    "UsageError",
+    "WriterProgress",
+    "commit_writers",
+    "merge_states",
+    "open_manifest",
+]

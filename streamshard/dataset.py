@@ -1,0 +1,371 @@
+"""`StreamDataset`: a dataset in an object store as a torch ``IterableDataset`` whose position can be saved exactly.
+
+The composition root: the only place where storage, shards, order, steps and topology meet. The rules it keeps towards
+other loaders (why ``__iter__`` is a generator function, why a loaded state waits for the next iteration) are in
+docs/state.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from streamshard.catalog import load_manifest
+from streamshard.distributed.topology import Topology, resolve
+from streamshard.errors import StateError, UsageError
+from streamshard.iteration import Book, Iteration
+from streamshard.order.cursor import innermost
+from streamshard.order.partition import ALGORITHM, OrderSpec
+from streamshard.order.rotation import Reader, check_divides, owned, resolve_partitions
+from streamshard.prefetch.access import ShardAccess
+from streamshard.shard.manifest import Manifest
+from streamshard.snapshot_contents import decode_contents
+from streamshard.state import (
+    PartitionState,
+    Snapshot,
+    State,
+    check_fingerprint,
+    check_scope,
+    decode_state,
+    scope_name,
+)
+from streamshard.steps.pipeline import batch_fingerprint, check_steps, start_cursor, steps_fingerprint
+from streamshard.steps.step import Step, StepContext
+from streamshard.storage.open import open_store
+
+_logger = logging.getLogger("streamshard")
+
+
+class StreamDataset(IterableDataset[Any]):
+    """Streams the samples of a dataset in a seeded, shuffled order that does not depend on who reads which part.
+
+    source: URL or directory of a dataset written by `DatasetWriter`.
+    steps: `Map`, `Filter`, `FlatMap`, `Batch`, applied in order inside each partition.
+    seed: another seed is another order.
+    shuffle: False reads in file order (with one partition per reader, no interleaving and no buffer).
+    shuffle_buffer: samples in each partition's local shuffle buffer. A checkpoint with ``snapshot="cursor"`` stores none of
+        them and reads them again on resume.
+    interleave: how many places of a partition are read in rotation, 16 rows at a time; more mix better and need as many
+        blocks at once.
+    partitions: P, into how many independent logs an epoch is cut. It bounds ranks x workers, which must divide it, now and
+        after every resume. Default lcm(16, ranks x workers) at the first start, and what the state says afterwards.
+    repeat: True streams epoch after epoch without end.
+    topology: this process's data-parallel rank; default the process group's or torchrun's.
+    snapshot: ``"cursor"`` states are tiny; ``"contents"`` states carry the buffered samples, so that a resume reads nothing
+        again.
+    provenance: adds a `Ref` (source, shard, row) to each sample under ``__ref__``.
+    prefetch_bytes: budget of compressed bytes fetched ahead by this process.
+    storage_options: for the fsspec filesystem.
+
+    The constructor sends no request. Not thread-safe; each process (DataLoader worker) works on its own copy.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *steps: Step,
+        seed: int = 0,
+        shuffle: bool = True,
+        shuffle_buffer: int = 512,
+        interleave: int = 2,
+        partitions: int | None = None,
+        repeat: bool = False,
+        topology: Topology | None = None,
+        snapshot: str = "cursor",
+        provenance: bool = False,
+        prefetch_bytes: int = 256 << 20,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        check_steps(steps)
+        _check_counts(
+            shuffle_buffer=shuffle_buffer, interleave=interleave, prefetch_bytes=prefetch_bytes, partitions=partitions
+        )
+        if snapshot not in ("cursor", "contents"):
+            raise UsageError(f"snapshot={snapshot!r}: choose 'cursor' or 'contents'")
+        if not isinstance(seed, int):
+            raise UsageError(f"seed={seed!r} of type {type(seed).__name__} must be an int")
+        self.steps = steps
+        self.topology = topology
+        self._store = open_store(source, storage_options)
+        self._order = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "buffer": shuffle_buffer if shuffle else 1,
+            "interleave": interleave if shuffle else 1,
+            "repeat": repeat,
+        }
+        self._asked_partitions = partitions
+        self._partitions = partitions  # resolved at the first start, or by a state
+        self._repeat = repeat
+        self._snapshot = snapshot
+        self._provenance = provenance
+        self._budget = prefetch_bytes
+        self._manifest: Manifest | None = None
+        self._history: list[tuple[int, str]] = []  # earlier dataset versions: (first epoch, version)
+        self._pending: Snapshot | None = None
+        self._iteration: Iteration | None = None
+        self._reader = Reader()
+        self._iteration_epoch = 0
+        self._epoch_floor = 0  # in a worker: epochs before it have been read by this process
+        self._advance = False  # the epoch was exhausted in this process and set_epoch has not been called since
+        # Shared with DataLoader workers, however they are started: [epoch, whether workers have begun to read].
+        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A started worker process has no process group to ask, and no use for an iteration of its parent.
+        return {**self.__dict__, "_iteration": None, "topology": resolve(self.topology)}
+
+    def __repr__(self) -> str:
+        steps = "".join(f", {step.label}" for step in self.steps)
+        return f"StreamDataset({self._store.url!r}{steps}, seed={self._order['seed']}, partitions={self._partitions})"
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest that is read, opened on first use and then kept: a commit meanwhile changes nothing."""
+        if self._manifest is None:
+            self._manifest = load_manifest(self._store)
+        return self._manifest
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration without a loaded state reads (``repeat=True``: begins with)."""
+        return max(int(self._shared[0]), self._epoch_floor)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; reaches DataLoader workers, persistent ones too.
+
+        After `load_state_dict` only the state's own epoch may be set. With ``repeat=True`` it chooses the first epoch, before
+        the first item.
+        """
+        if not isinstance(epoch, int) or epoch < 0:
+            raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
+        if self._repeat and (self._iteration is not None or self._pending is not None):
+            _logger.info("set_epoch(%d) has no effect: with repeat=True epochs follow one another by themselves", epoch)
+            return
+        if self._pending is not None and epoch != self._pending.epoch:
+            raise UsageError(
+                f"set_epoch({epoch}) contradicts the loaded state, which is in epoch {self._pending.epoch}; iterate first, "
+                f"or call set_epoch({self._pending.epoch})"
+            )
+        self._shared[0] = epoch
+        self._shared[1] = 0
+        self._advance = False
+        self._epoch_floor = 0
+
+    def counters(self) -> dict[str, int]:
+        """What steps have dropped so far in this process's partitions, by step."""
+        return self._iteration.counters() if self._iteration is not None else {}
+
+    # ------------------------------------------------------------------------------------------------ iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator function, and an iterator without state_dict: loaders that find a second state on the iterator save
+        # it twice and load it after the order has been fixed.
+        iteration = self._begin()
+        try:
+            yield from iteration
+        finally:
+            iteration.close()
+            if iteration is self._iteration and iteration.exhausted:
+                self._exhaust()
+
+    def _begin(self) -> Iteration:
+        reader = self._reader = self._current_reader()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            check_scope(pending.scope, reader)
+        elif self._iteration is not None and not self._iteration.exhausted and not self._repeat_at_start():
+            _logger.warning(
+                "a new iteration begins while the last one was left in the middle: it starts at the beginning of epoch %d "
+                "again, and samples already delivered come a second time. To go on, load a state first",
+                self.epoch,
+            )
+        if pending is None and self._advance:
+            self._shared[0] = self.epoch + 1
+            self._advance = False
+        snapshot = self._start_snapshot(reader) if pending is None or not pending.partitions else pending
+        self._iteration_epoch = snapshot.epoch
+        if get_worker_info() is not None:
+            self._shared[1] = 1
+            self._epoch_floor = max(self._epoch_floor, snapshot.epoch if pending is not None else 0)
+        elif not self._repeat:
+            self._shared[0] = snapshot.epoch
+        self._iteration = self._open_iteration(snapshot, reader)
+        return self._iteration
+
+    def _repeat_at_start(self) -> bool:
+        assert self._iteration is not None  # asked only about a former iteration
+        return all(run.turn == 0 for run in self._iteration.runs)
+
+    def _exhaust(self) -> None:
+        if get_worker_info() is None:
+            self._advance = True
+        elif self._epoch_floor == self._iteration_epoch and self._epoch_floor > int(self._shared[0]):
+            self._epoch_floor += 1  # this epoch came from a state; the shared value knows nothing of it
+
+    def _current_reader(self) -> Reader:
+        worker = get_worker_info()
+        topology = resolve(self.topology)
+        if worker is None:
+            return Reader(topology.rank, topology.size)
+        return Reader(topology.rank, topology.size, worker.id, worker.num_workers)
+
+    def _start_snapshot(self, reader: Reader) -> Snapshot:
+        """The state at the beginning of the current epoch."""
+        if self._partitions is None:
+            self._partitions = resolve_partitions(self._asked_partitions, reader, shuffle=bool(self._order["shuffle"]))
+        begin = start_cursor(self.steps, (self.epoch, 0))
+        fresh = {p: PartitionState(0, False, begin) for p in range(self._partitions)}
+        return Snapshot("full", {}, self.epoch, fresh)
+
+    def _open_iteration(self, snapshot: Snapshot, reader: Reader) -> Iteration:
+        assert self._partitions is not None  # resolved by _start_snapshot or by the state
+        check_divides(self._partitions, reader)
+        states = snapshot.partitions
+        done = {p for p, state in states.items() if state.done}
+        live, carried = self._share(snapshot.scope, {p: state.turn for p, state in states.items()}, done, reader)
+        spec = OrderSpec(partitions=self._partitions, **self._order)
+        return Iteration(
+            Book(spec, self._timeline()),
+            self.steps,
+            StepContext(int(self._order["seed"]), self._partitions, 0),
+            {p: states[p] for p in live},
+            {p: states[p] for p in carried},
+            budget=self._budget,
+            interleave=spec.interleave,
+            provenance=self._provenance,
+            keep=self._snapshot == "contents",
+            contents=self._contents(snapshot, set(live)),
+        )
+
+    def _share(
+        self, scope: str, turns: dict[int, int], done: Collection[int], reader: Reader
+    ) -> tuple[list[int], list[int]]:
+        """(live, finished) partitions of this reader, out of a state of `scope`."""
+        assert self._partitions is not None  # see _open_iteration
+        if scope == "full":
+            return owned(turns, done, self._partitions, reader)
+        if scope.startswith("rank"):
+            within = Reader(worker=reader.worker, workers=reader.workers)
+            live, _ = owned(turns, done, self._partitions, within)
+            return live, [p for p in sorted(done) if (p // reader.ranks) % reader.workers == reader.worker]
+        return sorted(set(turns) - set(done)), sorted(done)
+
+    def _timeline(self) -> list[tuple[int, ShardAccess]]:
+        current = self.manifest
+        entries = self._history or [(0, current.version)]
+        manifests = [(first, current if v == current.version else load_manifest(self._store, v)) for first, v in entries]
+        return [(first, ShardAccess(self._store, manifest)) for first, manifest in manifests]
+
+    def _contents(self, snapshot: Snapshot, live: set[int]) -> dict[int, dict[tuple[int, int], Any]]:
+        found: dict[int, dict[tuple[int, int], Any]] = {}
+        for key, blob in snapshot.contents.items():
+            if live & set(map(int, key.split(","))):
+                found.update({p: samples for p, samples in decode_contents(blob).items() if p in live})
+        return found
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> State:
+        """Where the iteration stands after the last item yielded; see docs/state.md for the format.
+
+        Takes microseconds and shares nothing with live objects. Raises `UsageError` in the main process once DataLoader
+        workers read: only they know where they are.
+        """
+        if get_worker_info() is None and int(self._shared[1]):
+            raise UsageError(
+                "dataset.state_dict() in the main process cannot know how far the DataLoader's worker processes are; use "
+                "StreamLoader or torchdata's StatefulDataLoader and save the loader's state_dict(), or num_workers=0"
+            )
+        if self._pending is not None:
+            return self._pending.encode()
+        if self._iteration is None:
+            return Snapshot("full", self._fingerprint(), self.epoch).encode()
+        return Snapshot(
+            scope_name(self._reader),
+            self._fingerprint(),
+            self._iteration_epoch,
+            self._iteration.partitions(),
+            self._iteration.contents(),
+        ).encode()
+
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Go on from `state` with the next iteration, which consumes it.
+
+        allow: accept a change knowingly: ``"batch"`` (other `Batch` sizes), ``"steps"`` (other steps: each partition goes on
+            after the last source sample that was used up whole), ``"dataset"`` (another version, used from the epoch after
+            the highest that the state has begun; full states only).
+
+        Raises `StateError` naming the first thing that does not fit, both values, and the cure.
+        """
+        allow = {allow} if isinstance(allow, str) else set(allow)
+        snapshot = decode_state(state)
+        saved = dict(snapshot.fingerprint)
+        history = [(int(first), str(version)) for first, version in saved.pop("history", [])]
+        current = self._fingerprint()
+        current.pop("history", None)
+        if not self._order["shuffle"] and self._asked_partitions is None:
+            saved_partitions = saved.get("partitions")
+        else:
+            saved_partitions = saved.get("partitions") if self._asked_partitions is None else self._asked_partitions
+        current["partitions"] = self._asked_partitions
+        check_fingerprint(saved, current, allow)
+        partitions = snapshot.partitions
+        if "steps" in allow and saved["steps"] != current["steps"]:
+            partitions = {p: self._restart_steps(part) for p, part in partitions.items()}
+        if partitions and saved["dataset"] != current["dataset"]:
+            history = self._grow(snapshot, history or [(0, saved["dataset"])])
+        self._history = history
+        self._partitions = saved_partitions
+        self._iteration = None
+        self._advance = False
+        self._epoch_floor = 0
+        self._shared[1] = 0
+        self._pending = Snapshot(snapshot.scope, self._fingerprint(), snapshot.epoch, partitions, snapshot.contents)
+
+    def _restart_steps(self, part: PartitionState) -> PartitionState:
+        return PartitionState(part.turn, part.done, start_cursor(self.steps, innermost(part.cursor)))
+
+    def _grow(self, snapshot: Snapshot, history: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        """The versions by first epoch when the current one joins after everything that `snapshot` has begun."""
+        if snapshot.scope != "full":
+            raise StateError(
+                f"the dataset changed and the state is that of {snapshot.scope}: where the new version begins depends on "
+                f"all partitions; pass merge_states(states)"
+            )
+        begun = max(innermost(part.cursor)[0] for part in snapshot.partitions.values())
+        return [*history, (begun + 1, self.manifest.version)]
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """Everything that shapes the order, by the names that `load_state_dict` uses in its messages."""
+        spec = OrderSpec(partitions=0, **self._order)
+        found: dict[str, Any] = {
+            "algorithm": ALGORITHM,
+            "dataset": self.manifest.version,
+            "seed": spec.seed,
+            "shuffle": spec.shuffle,
+            "shuffle_buffer": spec.buffer,
+            "initial": spec.initial,
+            "interleave": spec.interleave,
+            "run": spec.run,
+            "repeat": spec.repeat,
+            "partitions": self._partitions,
+            "steps": steps_fingerprint(self.steps),
+            "batch": batch_fingerprint(self.steps),
+        }
+        if self._history:
+            found["history"] = [list(entry) for entry in self._history]
+        return found
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is None and name == "partitions":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name}={value!r} must be an int >= 1")

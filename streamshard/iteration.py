@@ -1,0 +1,147 @@
+"""One pass over the partitions that a reader holds: partition runs, the book of epochs, and the state in between."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from streamshard.order.cursor import innermost
+from streamshard.order.partition import EpochOrder, OrderSpec
+from streamshard.order.rotation import rotate
+from streamshard.prefetch.access import ShardAccess
+from streamshard.prefetch.scheduler import ReadAhead
+from streamshard.prefetch.source import PartitionSource
+from streamshard.snapshot_contents import encode_contents
+from streamshard.state import PartitionState
+from streamshard.steps.pipeline import open_stages, wants_refs
+from streamshard.steps.step import Stage, Step, StepContext
+
+_logger = logging.getLogger("streamshard")
+
+
+class Book:
+    """Which dataset version an epoch reads, and its order. A dataset that grew has one entry per version.
+
+    `timeline` holds (first epoch, shards) in ascending order, the first entry from epoch 0.
+    """
+
+    def __init__(self, spec: OrderSpec, timeline: Sequence[tuple[int, ShardAccess]]) -> None:
+        self.repeat = spec.repeat
+        self._spec = spec
+        self._timeline = timeline
+        self._orders: dict[int, EpochOrder] = {}
+
+    def epoch(self, number: int) -> tuple[EpochOrder, ShardAccess]:
+        """The order of epoch `number` and the shards it is about."""
+        place = bisect_right([first for first, _ in self._timeline], number) - 1
+        access = self._timeline[place][1]
+        if number not in self._orders:
+            if len(self._orders) > 3:  # partitions are at most an epoch or two apart
+                del self._orders[min(self._orders)]
+            self._orders[number] = EpochOrder(self._spec, access.manifest.sample_counts, number, self._offset(number))
+        return self._orders[number], access
+
+    def _offset(self, number: int) -> int:
+        """Samples in all epochs before `number`."""
+        total = 0
+        for place, (first, access) in enumerate(self._timeline):
+            end = self._timeline[place + 1][0] if place + 1 < len(self._timeline) else number
+            total += max(0, min(end, number) - first) * access.manifest.total_samples
+        return total
+
+
+class PartitionRun:
+    """A partition being read. `cursor` and `turn` describe the last item that left, also after an exception."""
+
+    def __init__(self, p: int, state: PartitionState, source: PartitionSource, stage: Stage, *, keep: bool) -> None:
+        self.p = p
+        self.turn = state.turn
+        self.done = False
+        self.cursor = state.cursor
+        self.source = source
+        self.stage = stage
+        self.items = self._kept_items() if keep else self._items()
+
+    def _items(self) -> Iterator[Any]:
+        stage = self.stage
+        for item in stage:
+            self.cursor = stage.cursor()
+            self.turn += 1
+            yield item
+        self.cursor = stage.cursor()
+        self.done = True
+
+    def _kept_items(self) -> Iterator[Any]:
+        for item in self._items():
+            self.source.forget(innermost(self.cursor))
+            yield item
+
+    def state(self) -> PartitionState:
+        return PartitionState(self.turn, self.done, self.cursor)
+
+
+class Iteration:
+    """The partitions of one reader from a given state on. Iterate it once; `close` it when done."""
+
+    def __init__(
+        self,
+        book: Book,
+        steps: Sequence[Step],
+        context: StepContext,
+        live: Mapping[int, PartitionState],
+        carried: Mapping[int, PartitionState],
+        *,
+        budget: int,
+        interleave: int,
+        provenance: bool,
+        keep: bool,
+        contents: Mapping[int, Mapping[tuple[int, int], Any]],
+    ) -> None:
+        self.carried = dict(carried)
+        self.exhausted = False
+        self._keep = keep
+        self._ahead = ReadAhead(budget, max(1, len(live) * interleave))
+        self.runs = []
+        for p, state in live.items():
+            source = PartitionSource(
+                book, self._ahead, p, innermost(state.cursor),
+                tracked=wants_refs(steps), provenance=provenance, keep=keep, contents=contents.get(p),
+            )  # fmt: skip
+            stage = open_stages(steps, state.cursor, context, lambda _, source=source: source)  # type: ignore[misc]
+            self.runs.append(PartitionRun(p, state, source, stage, keep=keep))
+
+    def __iter__(self) -> Iterator[Any]:
+        for run in self.runs:
+            run.source.open()
+        items = rotate(self.runs)
+        for item in items:
+            yield item
+            break
+        self._ahead.begin_speculation()
+        yield from items
+        self.exhausted = True
+
+    def close(self) -> None:
+        """End the reading threads; the state stays readable."""
+        self._ahead.close()
+
+    def partitions(self) -> dict[int, PartitionState]:
+        """Where every held partition stands."""
+        return {**self.carried, **{run.p: run.state() for run in self.runs}}
+
+    def contents(self) -> dict[str, bytes]:
+        """The samples of a contents snapshot under the list of their partitions; {} unless they are kept."""
+        if not self._keep:
+            return {}
+        kept = {run.p: samples for run in self.runs if not run.done and (samples := run.source.kept())}
+        return {",".join(map(str, kept)): encode_contents(kept)} if kept else {}
+
+    def counters(self) -> dict[str, int]:
+        """What the steps have dropped in the partitions read here."""
+        total: Counter[str] = Counter()
+        for run in self.runs:
+            total.update(dict(run.stage.counters()))
+        return dict(total)

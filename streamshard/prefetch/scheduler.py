@@ -1,0 +1,137 @@
+"""Threads that fetch and decode ahead of the consumer, within a byte budget. One `ReadAhead` per iteration.
+
+Every stripe of every partition is a sequential stream. While one unit (a ranged GET of neighbouring blocks) is being
+consumed, the stream's next one is in flight; while one block is being consumed, the next is being decoded. So with S live
+streams at most 2 * S units of budget / (2 * S) bytes wait, and whatever the consumer needs next has always been asked for:
+a stream never waits for another one's share, which is what rules out deadlock.
+
+Until the first item has been handed out nothing is speculative: each stream asks for one block when it is needed. After
+that units double up to their share, per stream and not per shard.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from streamshard.prefetch.access import ShardAccess
+from streamshard.prefetch.plan import BlockPiece, Segment, plan_blocks, plan_units
+
+MAX_UNIT = 8 << 20  # larger ranges gain nothing on S3 and GCS (AWS and AnyBlob advise 8-16 MiB)
+_FIRST_UNIT = 1 << 20  # the first speculative unit
+_FETCH_THREADS = 16
+_DECODE_THREADS = 2
+
+
+class ReadAhead:
+    """The threads and the budget shared by the streams of one iteration. Closed with `close`, from any thread."""
+
+    def __init__(self, budget: int, streams: int) -> None:
+        self.unit_limit = max(1, min(MAX_UNIT, budget // (2 * max(1, streams))))
+        self.speculative = False
+        self._fetchers = ThreadPoolExecutor(min(_FETCH_THREADS, max(2, streams)), "streamshard-fetch")
+        self._decoders = ThreadPoolExecutor(min(_DECODE_THREADS, os.cpu_count() or 1), "streamshard-decode")
+        self._streams: list[StripeStream] = []
+
+    def stream(self, access: ShardAccess, segments: Iterable[Segment], *, refs: bool) -> StripeStream:
+        """A new stream over `segments`; its first block is requested at once."""
+        opened = StripeStream(self, access, segments, refs=refs)
+        if not self.speculative:
+            self._streams.append(opened)
+        opened.request()
+        return opened
+
+    def begin_speculation(self) -> None:
+        """The first item has been handed out: from now on every stream keeps its next unit in flight."""
+        self.speculative = True
+        for stream in self._streams:
+            stream.request()
+        self._streams.clear()
+
+    def submit_fetch(self, work: Callable[[], Any]) -> Future[Any]:
+        """Run `work` on a fetching thread."""
+        return self._fetchers.submit(work)
+
+    def submit_decode(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run `work` on a decoding thread."""
+        return self._decoders.submit(work, *args)
+
+    def close(self) -> None:
+        """Forget what has not started. Requests in flight end by themselves and are dropped."""
+        for pool in (self._fetchers, self._decoders):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class StripeStream:
+    """The samples of consecutive segments, in order. Used by one consumer thread.
+
+    Planning reads indexes and therefore runs on the fetching threads; it is never run by two at once, because a unit is
+    requested only when the one before it has arrived.
+    """
+
+    def __init__(self, ahead: ReadAhead, access: ShardAccess, segments: Iterable[Segment], *, refs: bool) -> None:
+        self._ahead = ahead
+        self._access = access
+        self._refs = refs
+        self._limit = 0
+        self._units = plan_units(plan_blocks(segments, access.index), lambda: self._limit)
+        self._unit: Future[list[tuple[BlockPiece, memoryview]]] | None = None
+        self._fetched: deque[tuple[BlockPiece, memoryview]] = deque()
+        self._decoding: Future[list[Any]] | None = None
+        self._rows: list[Any] = []
+        self._at = 0
+
+    def request(self) -> None:
+        """Ask for the next unit unless one is in flight."""
+        if self._unit is None:
+            self._unit = self._ahead.submit_fetch(self._fetch)
+
+    def _fetch(self) -> list[tuple[BlockPiece, memoryview]]:
+        unit = next(self._units, None)
+        if self._ahead.speculative:
+            self._limit = min(self._ahead.unit_limit, max(_FIRST_UNIT, 2 * self._limit))
+        return [] if unit is None else list(zip(unit, self._access.fetch(unit), strict=True))
+
+    def take(self, count: int) -> list[Any]:
+        """The next `count` samples; with `refs`, (sample, shard, row) tuples. The caller knows that they exist."""
+        rows = self._rows[self._at : self._at + count]
+        self._at += count
+        while len(rows) < count:
+            self._next_block()
+            self._at = count - len(rows)
+            rows += self._rows[: self._at]
+        return rows
+
+    def _next_block(self) -> None:
+        if not self._fetched:
+            self._receive()
+        piece, frame = self._fetched.popleft()
+        self._rows = self._decode(piece, frame) if self._decoding is None else self._decoding.result()
+        if not self._fetched and self._unit is not None and self._unit.done():
+            self._receive()
+        self._decoding = self._ahead.submit_decode(self._decode, *self._fetched[0]) if self._fetched else None
+
+    def _receive(self) -> None:
+        """Take the unit that was requested, waiting for it if need be, and ask for the one after it."""
+        self.request()
+        assert self._unit is not None  # request() has just seen to it
+        self._fetched.extend(self._unit.result())
+        self._unit = None
+        if self._fetched and self._ahead.speculative:
+            self.request()
+
+    def _decode(self, piece: BlockPiece, frame: memoryview) -> list[Any]:
+        samples = self._access.decode(piece, frame)
+        whole = piece.slices == [(0, len(samples))]
+        if not self._refs:
+            return samples if whole else [s for first, last in piece.slices for s in samples[first:last]]
+        return [
+            (samples[row], piece.shard, piece.first_row + row)
+            for first, last in piece.slices
+            for row in range(first, last)
+        ]
+
+

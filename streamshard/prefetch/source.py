@@ -1,0 +1,245 @@
+"""One partition's samples in their final order: reads from the stripes, swapped through the shuffle buffer.
+
+This is the innermost loop of the package. A sample costs one swap in a plain list; everything that can be done per block
+or per thousand draws is done there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from streamshard.order.cursor import Cursor, Ref
+from streamshard.order.partition import EpochOrder, PartitionOrder
+from streamshard.order.shuffle import ShuffleBuffer
+from streamshard.prefetch.access import ShardAccess
+from streamshard.prefetch.plan import Segment
+from streamshard.prefetch.scheduler import ReadAhead
+from streamshard.shard.records import Sample, pack_sample
+
+REF_FIELD = "__ref__"
+_DRAWS = 1024  # draws per vectorised call
+
+Contents = Mapping[tuple[int, int], Sample]  # (epoch, read) -> sample as stored
+
+
+class Book(Protocol):
+    """Where a source looks up an epoch: its order, and access to the dataset version it was made for."""
+
+    repeat: bool
+
+    def epoch(self, number: int) -> tuple[EpochOrder, ShardAccess]:
+        """The order of epoch `number` and the shards it is about."""
+
+
+class Kept(NamedTuple):
+    """A sample for a ``contents`` snapshot: where it was read, and its packed bytes."""
+
+    epoch: int
+    read: int
+    packed: bytes
+
+
+class PartitionSource:
+    """The first stage of a partition's pipeline. Iterate it once; not thread-safe.
+
+    `provenance` adds a `Ref` to each sample under ``__ref__``. `keep` remembers the samples that a contents snapshot needs.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        ahead: ReadAhead,
+        p: int,
+        cursor: Cursor,
+        *,
+        tracked: bool = False,
+        provenance: bool = False,
+        keep: bool = False,
+        contents: Contents | None = None,
+    ) -> None:
+        self.epoch, self.k = cursor
+        self._book = book
+        self._ahead = ahead
+        self._p = p
+        self._tracked = tracked or provenance or keep
+        self._provenance = provenance
+        self._keep = keep
+        self._contents = contents or {}
+        self._held: list[Any] = []
+        self._current: tuple[int, int] = (-1, -1)
+        self._emitted: deque[tuple[tuple[int, int], Kept]] = deque()
+        self._started = False
+        self._opened: _PartitionReads | None = None
+        self._following: _PartitionReads | None = None
+
+    def open(self) -> None:
+        """Request the first blocks now, so that the partitions of a process wait for the store together."""
+        self._opened = self._open(self.epoch, self.k)
+
+    def _open(self, epoch: int, k: int) -> _PartitionReads:
+        order, access = self._book.epoch(epoch)
+        return _PartitionReads(order.partition(self._p), access, self._ahead, k, self._tracked, self._contents)
+
+    def cursor(self) -> Cursor:
+        """(epoch, k) after the last sample that left."""
+        return self.epoch, self.k
+
+    def identity(self) -> tuple[int, ...]:
+        """What tells the last sample from all others of this source: (epoch, k)."""
+        return self.epoch, self.k
+
+    def counters(self) -> Iterator[tuple[str, int]]:
+        """A source drops nothing and so counts nothing."""
+        return iter(())
+
+    def ref(self) -> Ref:
+        """The ref of the last sample, for messages and generators; closed-form arithmetic if refs are not tracked."""
+        if self._tracked:
+            return Ref("", *self._current)
+        order, _ = self._book.epoch(self.epoch)
+        part = order.partition(self._p)
+        shard, row = part.refs(ShuffleBuffer(part).emissions(self.k - 1, self.k))
+        return Ref("", int(shard[0]), int(row[0]))
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self._tracked_samples() if self._tracked else self._epochs()
+
+    def _epochs(self) -> Iterator[Any]:
+        opened = self._opened or self._open(self.epoch, self.k)
+        self._opened, self._started = None, True
+        while True:
+            yield from self._emit(opened)
+            if not self._book.repeat:
+                return
+            following = self._following or self._open(self.epoch + 1, 0)
+            self._following = None
+            self.epoch, self.k, opened = self.epoch + 1, 0, following
+
+    def _emit(self, opened: _PartitionReads) -> Iterator[Any]:
+        """The rest of one partition-epoch. `k` counts a sample just before it leaves."""
+        buffer, k = opened.buffer, self.k
+        held = self._held = opened.fill()
+        reads = chain.from_iterable(opened.runs())
+        while k < buffer.drain_from:
+            growing = k < buffer.grown_at
+            stop = min(buffer.drain_from, k - k % _DRAWS + _DRAWS, buffer.grown_at if growing else buffer.drain_from)
+            slots = buffer.draws(k, stop).tolist()
+            # zip asks for a slot first, so a chunk's end does not swallow a read.
+            for slot, read in zip(slots, reads, strict=False):
+                sample = held[slot]
+                held[slot] = read
+                k += 1
+                if growing and buffer.size(k) > buffer.size(k - 1):
+                    held.append(next(reads))
+                self.k = k
+                yield sample
+        if self._book.repeat:
+            self._following = self._open(self.epoch + 1, 0)  # its first blocks arrive while this epoch drains
+        for slot in buffer.drain_order()[k - buffer.drain_from :].tolist():
+            sample = held[slot]
+            held[slot] = None
+            k += 1
+            self.k = k
+            yield sample
+
+    def _tracked_samples(self) -> Iterator[Sample]:
+        for read, (sample, shard, row) in self._epochs():
+            self._current = shard, row
+            if self._keep:
+                self._emitted.append(((self.epoch, self.k), Kept(self.epoch, read, pack_sample(sample))))
+            if self._provenance:
+                sample[REF_FIELD] = Ref("", shard, row)
+            yield sample
+
+    def forget(self, base: tuple[int, int]) -> None:
+        """No cursor before `base` will be asked for again: let go of samples emitted up to it."""
+        while self._emitted and self._emitted[0][0] <= base:
+            self._emitted.popleft()
+
+    def kept(self) -> list[Kept]:
+        """The buffer's samples and those emitted since the base of the last `forget`, by (epoch, read)."""
+        if not self._started:  # nothing was read yet: what we were given is still what a resume needs
+            return [Kept(*place, pack_sample(sample)) for place, sample in sorted(self._contents.items())]
+        held = [Kept(self.epoch, item[0], pack_sample(item[1][0])) for item in self._held if item is not None]
+        return sorted(held + [kept for _, kept in self._emitted], key=lambda kept: kept[:2])
+
+
+class _PartitionReads:
+    """A partition-epoch opened at emission k: the samples in the buffer, then all further reads.
+
+    Reads found in `contents` are taken from there; the streams begin where it ends.
+    """
+
+    def __init__(
+        self, part: PartitionOrder, access: ShardAccess, ahead: ReadAhead, k: int, tracked: bool, contents: Contents
+    ) -> None:
+        self.buffer = ShuffleBuffer(part)
+        self._part = part
+        self._tracked = tracked
+        self._first = self._resume = self.buffer.reads_before(min(k, self.buffer.drain_from))
+        self._reads_held = self.buffer.contents(k)
+        self._known = {read: sample for (epoch, read), sample in contents.items() if epoch == part.epoch.epoch}
+        while self._resume in self._known:
+            self._resume += 1
+        wanted = np.array(sorted({r for r in self._reads_held.tolist() if r >= 0} - set(self._known)), dtype=np.int64)
+        stripes, offsets = part.locate(wanted)
+        self._wanted = [wanted[stripes == i] for i in range(len(part.stripe_sizes))]
+        self._streams = [
+            ahead.stream(access, self._segments(i, offsets[stripes == i].tolist(), done), refs=tracked)
+            for i, done in enumerate(part.progress(self._resume))
+        ]
+
+    def _segments(self, stripe: int, offsets: list[int], done: int) -> Iterator[Segment]:
+        """Rows of a stripe: those the buffer still needs, then everything from `done` on."""
+        part = self._part
+        start = part.stripe_starts[stripe]
+        ranges = [(offset, offset + 1) for offset in offsets if offset < done]
+        ranges.append((done, part.stripe_sizes[stripe]))
+        for first, last in _joined(ranges):
+            yield from part.epoch.segments(start + first, start + last)
+
+    def fill(self) -> list[Any]:
+        """The buffer at the start, by slot (None where one has left)."""
+        held = [read for read in self._reads_held.tolist() if read >= 0]
+        samples = dict(self._numbered([read for read in held if read in self._known]))
+        for stream, wanted in zip(self._streams, self._wanted, strict=True):
+            taken = stream.take(len(wanted))
+            numbers = wanted.tolist()
+            samples.update(zip(numbers, zip(numbers, taken, strict=True) if self._tracked else taken, strict=True))
+        return [None if read < 0 else samples[read] for read in self._reads_held.tolist()]
+
+    def runs(self) -> Iterator[list[Any]]:
+        """Lists of samples in reading order, a run of a stripe at a time; (read, sample with ref) when tracked."""
+        yield [sample for _, sample in self._numbered(list(range(self._first, self._resume)))]
+        read = self._resume
+        for stripe, rows in self._part.runs(read):
+            taken = self._streams[stripe].take(rows)
+            yield list(zip(range(read, read + rows), taken, strict=True)) if self._tracked else taken
+            read += rows
+
+    def _numbered(self, reads: list[int]) -> Iterator[tuple[int, Any]]:
+        """(read, sample) for `reads` out of the contents, in the form in which the streams deliver."""
+        if not self._tracked:
+            yield from ((read, self._known[read]) for read in reads)
+        elif reads:
+            shards, rows = self._part.refs(np.array(reads, dtype=np.int64))
+            for read, shard, row in zip(reads, shards.tolist(), rows.tolist(), strict=True):
+                yield read, (read, (self._known[read], shard, row))
+
+
+def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Adjoining ranges made one."""
+    first, last = ranges[0]
+    for start, stop in ranges[1:]:
+        if start != last:
+            if last > first:
+                yield first, last
+            first = start
+        last = stop
+    if last > first:
+        yield first, last

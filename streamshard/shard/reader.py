@@ -1,0 +1,53 @@
+"""Blocks of a shard into samples, and which bytes hold which rows. Pure functions of values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from streamshard.errors import DataError
+from streamshard.shard.compression import decompress, digest64
+from streamshard.shard.layout import ShardIndex
+from streamshard.shard.records import Sample, unpack_block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """Rows [first, last) of one block, `first` counted from the start of the block."""
+
+    block: int
+    first: int
+    last: int
+
+
+def locate_rows(index: ShardIndex, start: int, stop: int) -> Iterator[BlockRows]:
+    """The pieces of blocks that hold rows [start, stop) of the shard, in order."""
+    ends = index.row_ends
+    block = int(np.searchsorted(ends, start, side="right"))
+    while start < stop:
+        end = int(ends[block])
+        begin = end - int(index.samples[block])
+        upto = min(stop, end)
+        yield BlockRows(block, start - begin, upto - begin)
+        start, block = upto, block + 1
+
+
+def decode_block(index: ShardIndex, block: int, frame: bytes | memoryview) -> list[Sample]:
+    """All samples of block `block`, out of its compressed bytes; every check of the format before anything is trusted.
+
+    Raises `DataError` naming the block.
+    """
+    found = digest64(frame)
+    expected = int(index.hashes[block])
+    try:
+        if len(frame) != int(index.compressed[block]) or found != expected:
+            raise DataError(
+                f"its {len(frame)} bytes have hash {found:016x} where the index has {index.compressed[block]} bytes "
+                f"with {expected:016x}: the object is damaged or was replaced"
+            )
+        return unpack_block(decompress(frame, int(index.uncompressed[block])), int(index.samples[block]))
+    except DataError as error:
+        first = int(index.row_ends[block]) - int(index.samples[block])
+        raise DataError(f"block {block} (rows {first} to {int(index.row_ends[block]) - 1}): {error}") from error

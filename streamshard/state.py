@@ -1,0 +1,180 @@
+"""The state of a dataset: its format, what must fit on resume, and how the states of many holders become one.
+
+A state is a dictionary of plain immutable leaves (int, str, bytes), safe for msgpack, JSON-like stores and
+``torch.load(weights_only=True)``:
+
+    format       1
+    scope        "full", "rank 0/4" or "worker 0/4 1/2": whose partitions it holds
+    fingerprint  JSON: dataset version and everything else that shapes the order
+    epoch        the epoch of a finite iteration; -1 with repeat=True, where every partition has its own
+    partitions   {"0": JSON of [turn, done, cursor], ...}
+    contents     {"0,2,4": bytes, ...}, only with snapshot="contents": samples that a resume then need not read again
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamshard.errors import StateError, UsageError
+from streamshard.order.cursor import Cursor, freeze
+from streamshard.order.rotation import Reader, divisors
+
+FORMAT = 1
+ALLOWED = ("batch", "dataset", "steps")
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionState:
+    """Where a partition stands after `turn` items."""
+
+    turn: int
+    done: bool
+    cursor: Cursor
+
+    def encode(self) -> str:
+        return json.dumps([self.turn, int(self.done), self.cursor], separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str) -> PartitionState:
+        turn, done, cursor = json.loads(text)
+        return cls(turn, bool(done), freeze(cursor))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state in usable form. `partitions` is empty for a state from before the first start without `partitions=`."""
+
+    scope: str
+    fingerprint: dict[str, Any]
+    epoch: int
+    partitions: dict[int, PartitionState] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)
+
+    def encode(self) -> State:
+        """A new dictionary; nothing in it is shared with anything live."""
+        state: State = {
+            "format": FORMAT,
+            "scope": self.scope,
+            "fingerprint": json.dumps(self.fingerprint, sort_keys=True, separators=(",", ":")),
+            "epoch": self.epoch,
+            "partitions": {str(p): part.encode() for p, part in sorted(self.partitions.items())},
+        }
+        if self.contents:
+            state["contents"] = dict(self.contents)
+        return state
+
+
+def decode_state(state: Any) -> Snapshot:
+    """A snapshot out of a state dictionary; `StateError` if it is anything else."""
+    if not isinstance(state, Mapping) or "format" not in state:
+        raise StateError(
+            f"this is no state of a streamshard dataset: {_short(state)}; pass what state_dict() returned, or merge_states "
+            f"of several"
+        )
+    if state["format"] != FORMAT:
+        raise StateError(f"the state has format {state['format']!r}, this package reads {FORMAT}; upgrade it")
+    try:
+        return Snapshot(
+            scope=str(state["scope"]),
+            fingerprint=json.loads(state["fingerprint"]),
+            epoch=int(state["epoch"]),
+            partitions={int(p): PartitionState.decode(text) for p, text in state["partitions"].items()},
+            contents=dict(state.get("contents", {})),
+        )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise StateError(
+            f"the state is damaged ({type(error).__name__}: {error}); resume from an earlier checkpoint"
+        ) from error
+
+
+def scope_name(reader: Reader) -> str:
+    """The scope of a state that `reader` writes."""
+    if reader.readers == 1:
+        return "full"
+    if reader.workers == 1:
+        return f"rank {reader.rank}/{reader.ranks}"
+    return f"worker {reader.rank}/{reader.ranks} {reader.worker}/{reader.workers}"
+
+
+def check_scope(scope: str, reader: Reader) -> None:
+    """Whether a state of `scope` may be resumed by `reader`."""
+    rank = scope_name(Reader(reader.rank, reader.ranks))
+    if scope in ("full", rank, scope_name(reader)):
+        return
+    raise StateError(
+        f"the state is that of {scope}, and this reader is {scope_name(reader)}: a state that holds a part of the "
+        f"partitions resumes only in its own place. Collect the states of all ranks and workers and pass "
+        f"merge_states(states), which resumes anywhere"
+    )
+
+
+def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any], allow: Iterable[str]) -> None:
+    """Refuse a state that was made with other settings, naming the first one that differs."""
+    for name in allow:
+        if name not in ALLOWED:
+            raise UsageError(f"allow={name!r} is unknown; {', '.join(map(repr, ALLOWED))} can be allowed")
+    for name in sorted(saved.keys() | current.keys()):
+        if name in allow or saved.get(name) == current.get(name):
+            continue
+        if name == "partitions" and None in (saved.get(name), current.get(name)):
+            continue  # not chosen by the one side: the other side's choice holds
+        raise StateError(_misfit(name, saved.get(name), current.get(name)))
+
+
+def _misfit(name: str, saved: Any, current: Any) -> str:
+    cures = {
+        "dataset": "point at the dataset version that was used, or pass allow={'dataset'} to go on with the new one from "
+        "the next epoch",
+        "steps": "use the same steps, or pass allow={'steps'} if the change is meant",
+        "batch": "use the same Batch sizes, or pass allow={'batch'} if the change is meant",
+        "partitions": f"pass partitions={saved} (its divisors {divisors(saved)} can be ranks x workers)"
+        if isinstance(saved, int)
+        else "pass the same number of partitions",
+    }
+    cure = cures.get(name, f"pass {name}={saved!r}, or start a new run without this state")
+    return f"the state was saved with {name}={_short(saved)}, and this dataset has {name}={_short(current)}: {cure}"
+
+
+def merge_states(states: Sequence[State]) -> State:
+    """One full state out of the states of all ranks and workers, which resumes on any number of them.
+
+    Equal duplicates are fine (tensor-parallel peers hold the same partitions). Raises `StateError` for states of different
+    runs or epochs, for partitions that two states hold differently, and for missing ones.
+    """
+    if not states:
+        raise StateError("merge_states got no state; pass those of all ranks and workers")
+    snapshots = [decode_state(state) for state in states]
+    first = snapshots[0]
+    partitions: dict[int, PartitionState] = {}
+    for number, snapshot in enumerate(snapshots):
+        check_fingerprint(first.fingerprint, snapshot.fingerprint, ())
+        if snapshot.epoch != first.epoch:
+            raise StateError(
+                f"state 0 is from epoch {first.epoch} and state {number} from epoch {snapshot.epoch}; merge states saved "
+                f"at the same moment"
+            )
+        for p, part in snapshot.partitions.items():
+            if partitions.setdefault(p, part) != part:
+                raise StateError(
+                    f"state {number} ({snapshot.scope}) has partition {p} at {part.encode()}, another state at "
+                    f"{partitions[p].encode()}; merge states of one save only"
+                )
+    total = first.fingerprint["partitions"]
+    if total is not None and len(partitions) < total:
+        absent = sorted(set(range(total)) - set(partitions))
+        raise StateError(
+            f"partitions {_short(absent)} of {total} are in none of the {len(states)} states "
+            f"({_short([s.scope for s in snapshots])}); pass the states of all ranks and workers"
+        )
+    contents = {key: blob for snapshot in snapshots for key, blob in snapshot.contents.items()}
+    return Snapshot("full", first.fingerprint, first.epoch, partitions, contents).encode()
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

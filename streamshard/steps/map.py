@@ -1,0 +1,150 @@
+"""`Map`: one item in, one item out; singly, with a generator of its own, or n at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from streamshard.errors import DataError, UsageError
+from streamshard.order.cursor import Cursor, Ref
+from streamshard.order.random import stream_key
+from streamshard.steps.step import Passing, Stage, StepContext, check_callable, function_name
+
+
+@dataclass(frozen=True)
+class Map:
+    """Apply `function` to every item.
+
+    With ``rng=True`` it is called as ``function(item, generator)``, the generator a ``numpy.random.Generator`` that
+    depends on (seed, epoch, ref, output indices of earlier FlatMaps, this step's place) only: the same sample gets the
+    same numbers on any rank, in any worker, after any resume, and others in the next epoch.
+
+    With ``batch=n`` it gets a list of n items (fewer at the end of a finite epoch) and returns a list of as many: for
+    tokenizers that encode lists. Together with ``rng=True`` it also gets a list of n generators.
+
+    The function must be deterministic. It enters the fingerprint by name, so give `version` a new value when its code
+    changes in a way that must not go unnoticed on resume. Stored arrays arrive read-only; copy before writing into them.
+    """
+
+    function: Callable[..., Any]
+    rng: bool = False
+    batch: int | None = None
+    version: str | int | None = None
+
+    def __post_init__(self) -> None:
+        check_callable("Map", self.function)
+        if self.batch is not None and (not isinstance(self.batch, int) or self.batch < 1):
+            raise UsageError(f"Map(batch={self.batch!r}): the number of items handed over at once must be an int >= 1")
+
+    @property
+    def label(self) -> str:
+        return f"Map({function_name(self.function)})"
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "step": "Map", "function": function_name(self.function), "rng": self.rng, "batch": self.batch,
+            "version": self.version,
+        }  # fmt: skip
+
+    def start(self, inner: Cursor) -> Cursor:
+        return inner if self.batch is None else (inner, 0)
+
+    def inner(self, cursor: Cursor) -> Cursor:
+        return cursor if self.batch is None else cursor[0]
+
+    def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
+        if self.batch is None:
+            return _MapStage(self, upstream, context)
+        return _BatchedMapStage(self, upstream, cursor, context)
+
+
+class _MapStage(Passing):
+    def __init__(self, step: Map, upstream: Stage, context: StepContext) -> None:
+        super().__init__(upstream)
+        self._step = step
+        self._context = context
+
+    def __iter__(self) -> Iterator[Any]:
+        function, upstream = self._step.function, self._upstream
+        rng = self._step.rng
+        for item in upstream:
+            try:
+                mapped = function(item, generator(upstream, self._context)) if rng else function(item)
+            except Exception as error:
+                self.blame(error, self._step.label)
+                raise
+            yield mapped
+
+
+class _BatchedMapStage(Passing):
+    """Cursor: (upstream cursor before the group, outputs of the group that have left).
+
+    After the last output it is (cursor after, 0). Resuming re-reads the group and calls the function again on the whole of
+    it, because an output may depend on its neighbours.
+    """
+
+    def __init__(self, step: Map, upstream: Stage, cursor: Cursor, context: StepContext) -> None:
+        super().__init__(upstream)
+        self._step = step
+        self._context = context
+        self._before, self._left = cursor
+        self._identities: list[tuple[int, ...]] = []
+        self._refs: list[Ref] = []
+
+    def cursor(self) -> Cursor:
+        return self._before, self._left
+
+    def identity(self) -> tuple[int, ...]:
+        return self._identities[self._left - 1]  # after the last output, left is 0: the last item
+
+    def ref(self) -> Ref:
+        return self._refs[self._left - 1] if self._refs else self._upstream.ref()
+
+    def __iter__(self) -> Iterator[Any]:
+        upstream = iter(self._upstream)
+        skip, self._left = self._left, 0
+        while group := list(islice(self._noting(upstream), self._step.batch)):
+            outputs = self._call(group)
+            after = self._upstream.cursor()
+            for number in range(skip, len(outputs)):
+                self._left = number + 1
+                if self._left == len(outputs):
+                    self._before, self._left = after, 0
+                yield outputs[number]
+            skip = 0
+
+    def _noting(self, upstream: Iterator[Any]) -> Iterator[Any]:
+        """Remember who the items of the group are; they have gone by when the outputs leave."""
+        self._identities, self._refs, self._generators = [], [], []
+        for item in upstream:
+            self._identities.append(self._upstream.identity())
+            if self._step.rng:
+                self._refs.append(self._upstream.ref())
+                self._generators.append(generator(self._upstream, self._context))
+            yield item
+
+    def _call(self, group: list[Any]) -> list[Any]:
+        try:
+            outputs = self._step.function(group, self._generators) if self._step.rng else self._step.function(group)
+        except Exception as error:
+            self.blame(error, f"{self._step.label} on the {len(group)} items up to the one")
+            raise
+        if not isinstance(outputs, list) or len(outputs) != len(group):
+            got = f"{len(outputs)} items" if isinstance(outputs, list) else f"a {type(outputs).__name__}"
+            raise DataError(
+                f"{self._step.label} got {len(group)} items and returned {got}; with batch=n it must return a list of as "
+                f"many (use FlatMap to change the number)"
+            )
+        return outputs
+
+
+def generator(upstream: Stage, context: StepContext) -> np.random.Generator:
+    """The generator that belongs to the item `upstream` has just given."""
+    epoch, _, *indices = upstream.identity()
+    ref = upstream.ref()
+    key = stream_key(context.seed, epoch, "map", context.place, ref.source, ref.shard, ref.row, *indices)
+    return np.random.Generator(np.random.Philox(key=key))

@@ -1,0 +1,105 @@
+"""What a step is: an immutable description (`Step`) that opens a stateful iterator (`Stage`) in each partition.
+
+A stage pulls from its upstream and never runs ahead, so the cursor asked for after an item describes that item. Cursors
+nest: a stage that keeps something of its own returns a tuple whose first element is its upstream's cursor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from streamshard.errors import UsageError
+from streamshard.order.cursor import Cursor, Ref
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a stage may know of its surroundings. `place` is the step's position in the pipeline, from 0."""
+
+    seed: int
+    partitions: int
+    place: int
+
+
+class Stage(Protocol):
+    """A step, or the source, at work in one partition. Iterated once; not thread-safe."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Items, pulled one at a time."""
+
+    def cursor(self) -> Cursor:
+        """Where to go on after the last item that left."""
+
+    def identity(self) -> tuple[int, ...]:
+        """(epoch, k, one index per FlatMap passed) of the last item."""
+
+    def ref(self) -> Ref:
+        """The stored sample that the last item came from."""
+
+    def counters(self) -> Iterator[tuple[str, int]]:
+        """(name, count) of everything dropped so far, upstream first."""
+
+
+class Step(Protocol):
+    """A transformation inside a partition: `Map`, `Filter`, `FlatMap`, `Batch`. Immutable and picklable."""
+
+    @property
+    def label(self) -> str:
+        """The step as a person would write it: for messages and counters."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Name and parameters, JSON-safe: what must be equal for a state to fit."""
+
+    def start(self, inner: Cursor) -> Cursor:
+        """The cursor of a fresh stage whose upstream stands at `inner`."""
+
+    def inner(self, cursor: Cursor) -> Cursor:
+        """Where the upstream must stand for a stage resumed at `cursor`."""
+
+    def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
+        """A stage that goes on from `cursor`."""
+
+
+class Passing:
+    """Base of stages that hand on their upstream's position and identity; `Map` needs no more than this."""
+
+    def __init__(self, upstream: Stage) -> None:
+        self._upstream = upstream
+
+    def cursor(self) -> Cursor:
+        return self._upstream.cursor()
+
+    def identity(self) -> tuple[int, ...]:
+        return self._upstream.identity()
+
+    def ref(self) -> Ref:
+        return self._upstream.ref()
+
+    def counters(self) -> Iterator[tuple[str, int]]:
+        yield from self._upstream.counters()
+
+    def blame(self, error: Exception, label: str) -> None:
+        """Note on a user function's exception which sample it met."""
+        ref = self._upstream.ref()
+        source = f"source {ref.source!r}, " if ref.source else ""
+        error.add_note(f"in {label} at {source}shard {ref.shard}, row {ref.row}")
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name under which a callable enters the fingerprint: its qualified name without the module.
+
+    The module is left out because a script's functions live in ``__main__`` when it is run and elsewhere when imported.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return name
+
+
+def check_callable(step: str, function: object) -> None:
+    """Refuse at construction what could only fail in a worker."""
+    if not callable(function):
+        raise UsageError(f"{step}(...) needs a function, got {function!r} of type {type(function).__name__}")
