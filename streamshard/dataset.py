@@ -168,7 +168,13 @@ class StreamDataset(IterableDataset[Any]):
         # it twice and load it after the order has been fixed.
         iteration = self._begin()
         try:
-            yield from iteration
+            items = iteration.open()
+            for item in items:
+                yield item
+                break
+            iteration.begin_speculation()
+            yield from items
+            iteration.exhausted = True
         finally:
             iteration.close()
             if iteration is self._iteration and iteration.exhausted:

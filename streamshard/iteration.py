@@ -54,7 +54,9 @@ class Book:
 
 
 class PartitionRun:
-    """A partition being read. `cursor` and `turn` describe the last item that left, also after an exception."""
+    """A partition being read through its steps. `cursor` and `turn` describe the last item that left, also when the next
+    one failed half-way.
+    """
 
     def __init__(self, p: int, state: PartitionState, source: PartitionSource, stage: Stage, *, keep: bool) -> None:
         self.p = p
@@ -63,24 +65,49 @@ class PartitionRun:
         self.cursor = state.cursor
         self.source = source
         self.stage = stage
-        self.items = self._kept_items() if keep else self._items()
+        self._keep = keep
+        self.items = self._items()
 
     def _items(self) -> Iterator[Any]:
         stage = self.stage
         for item in stage:
             self.cursor = stage.cursor()
             self.turn += 1
+            if self._keep:
+                self.source.forget(innermost(self.cursor))
             yield item
         self.cursor = stage.cursor()
         self.done = True
 
-    def _kept_items(self) -> Iterator[Any]:
-        for item in self._items():
-            self.source.forget(innermost(self.cursor))
-            yield item
-
     def state(self) -> PartitionState:
         return PartitionState(self.turn, self.done, self.cursor)
+
+
+class PlainRun:
+    """A partition being read without steps: the source's own position is the state, and no cursor is made per sample."""
+
+    def __init__(self, p: int, state: PartitionState, source: PartitionSource, *, keep: bool) -> None:
+        self.p = p
+        self.source = source
+        self.stage: Stage = source
+        self._first_turn = state.turn
+        self.items = self._forgetting() if keep else iter(source)
+
+    def _forgetting(self) -> Iterator[Any]:
+        for item in self.source:
+            self.source.forget((self.source.epoch, self.source.k))
+            yield item
+
+    @property
+    def turn(self) -> int:
+        return self._first_turn + self.source.emitted
+
+    @property
+    def done(self) -> bool:
+        return self.source.finished
+
+    def state(self) -> PartitionState:
+        return PartitionState(self.turn, self.done, self.source.cursor())
 
 
 class Iteration:
@@ -104,25 +131,27 @@ class Iteration:
         self.exhausted = False
         self._keep = keep
         self._ahead = ReadAhead(budget, max(1, len(live) * interleave))
-        self.runs = []
+        self.runs: list[PartitionRun | PlainRun] = []
         for p, state in live.items():
             source = PartitionSource(
                 book, self._ahead, p, innermost(state.cursor),
                 tracked=wants_refs(steps), provenance=provenance, keep=keep, contents=contents.get(p),
             )  # fmt: skip
+            if not steps:
+                self.runs.append(PlainRun(p, state, source, keep=keep))
+                continue
             stage = open_stages(steps, state.cursor, context, lambda _, source=source: source)  # type: ignore[misc]
             self.runs.append(PartitionRun(p, state, source, stage, keep=keep))
 
-    def __iter__(self) -> Iterator[Any]:
+    def open(self) -> Iterator[Any]:
+        """The items in slot order, the first blocks of all partitions requested together."""
         for run in self.runs:
             run.source.open()
-        items = rotate(self.runs)
-        for item in items:
-            yield item
-            break
+        return rotate(self.runs)
+
+    def begin_speculation(self) -> None:
+        """Call it after the first item has been handed out; see `ReadAhead`."""
         self._ahead.begin_speculation()
-        yield from items
-        self.exhausted = True
 
     def close(self) -> None:
         """End the reading threads; the state stays readable."""

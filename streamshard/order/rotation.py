@@ -20,9 +20,12 @@ _END = object()
 class Turning(Protocol):
     """A partition that is being read: `items` yields, and `turn` counts what was yielded."""
 
-    p: int
-    turn: int
-    items: Iterator[Any]
+    @property
+    def p(self) -> int: ...
+    @property
+    def turn(self) -> int: ...
+    @property
+    def items(self) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +102,20 @@ def rotate(runs: Collection[Turning]) -> Iterator[Any]:
     equal, so the common case is a plain loop over the live runs without any comparison.
     """
     live = sorted(runs, key=lambda run: run.p)
-    while live:
+    while len(live) > 1:
         least = min(run.turn for run in live)
         behind = [run for run in live if run.turn == least]
-        aligned = len(behind) == len(live)
-        ended: list[Turning] = []
+        takes = [run.items for run in behind]
+        ended: list[Any] = []
         while True:
-            for run in behind:
-                item = next(run.items, _END)
+            for items in takes:
+                item = next(items, _END)
                 if item is _END:
-                    ended.append(run)
+                    ended.append(items)
                 else:
                     yield item
-            if ended or not aligned:
+            if ended or len(behind) < len(live):
                 break
-        live = [run for run in live if run not in ended]
+        live = [run for run in live if run.items not in ended]
+    for run in live:
+        yield from run.items

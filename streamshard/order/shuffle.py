@@ -40,10 +40,15 @@ class ShuffleBuffer:
         """r(k): reads made after `k` emissions."""
         return k + self.size(k)
 
-    @property
-    def grown_at(self) -> int:
-        """The emission from which on the buffer no longer grows (draining may start earlier)."""
-        return self.slots - self.initial
+    def chunk_end(self, k: int, chunk: int) -> int:
+        """Where to stop drawing slots ahead from emission `k` on: after `chunk` draws at most, where draining starts, and
+        where the buffer stops growing, so that within a chunk it grows with every emission or with none.
+        """
+        stop = min(k + chunk, self.drain_from)
+        for border in (self.slots - self.initial, (self.reads - self.initial) // 2):
+            if k < border < stop:
+                stop = border
+        return stop
 
     def draws(self, start: int, stop: int) -> Ints:
         """Slots s_k for k in [start, stop), all below `drain_from`."""

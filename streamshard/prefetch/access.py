@@ -73,10 +73,10 @@ class ShardAccess:
             data = memoryview(self._get(self.manifest.key(shard), start, int(offsets[unit[-1].block + 1])))
         return [data[int(offsets[p.block]) - start : int(offsets[p.block + 1]) - start] for p in unit]
 
-    def decode(self, piece: BlockPiece, frame: memoryview) -> list[Sample]:
-        """All samples of a fetched block."""
+    def decode(self, piece: BlockPiece, frame: memoryview, buffer: bytearray) -> list[Sample]:
+        """All samples of a fetched block; `buffer` is scratch memory that grows to the largest block."""
         with self._naming(piece.shard):
-            return decode_block(piece.index, piece.block, frame)
+            return decode_block(piece.index, piece.block, frame, buffer)
 
     def _get(self, key: str, start: int, stop: int) -> bytes:
         with self._lock:

@@ -1,9 +1,12 @@
-"""Threads that fetch and decode ahead of the consumer, within a byte budget. One `ReadAhead` per iteration.
+"""Threads that fetch ahead of the consumer, within a byte budget. One `ReadAhead` per iteration.
 
 Every stripe of every partition is a sequential stream. While one unit (a ranged GET of neighbouring blocks) is being
-consumed, the stream's next one is in flight; while one block is being consumed, the next is being decoded. So with S live
-streams at most 2 * S units of budget / (2 * S) bytes wait, and whatever the consumer needs next has always been asked for:
-a stream never waits for another one's share, which is what rules out deadlock.
+consumed, the stream's next one is in flight. So with S live streams at most 2 * S units of budget / (2 * S) bytes wait, and
+whatever the consumer needs next has always been asked for: a stream never waits for another one's share, which is what rules
+out deadlock.
+
+Blocks are decompressed and unpacked by the consumer, one at a time and into one reused buffer. Threads for it were measured:
+the hand-overs of the GIL cost as much as the parallel zstd gains (docs/decisions/0003-decode-in-the-consumer.md).
 
 Until the first item has been handed out nothing is speculative: each stream asks for one block when it is needed. After
 that units double up to their share, per stream and not per shard.
@@ -11,7 +14,6 @@ that units double up to their share, per stream and not per shard.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +21,11 @@ from typing import Any
 
 from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.plan import BlockPiece, Segment, plan_blocks, plan_units
+from streamshard.shard.records import Sample
 
 MAX_UNIT = 8 << 20  # larger ranges gain nothing on S3 and GCS (AWS and AnyBlob advise 8-16 MiB)
 _FIRST_UNIT = 1 << 20  # the first speculative unit
 _FETCH_THREADS = 16
-_DECODE_THREADS = 2
 
 
 class ReadAhead:
@@ -33,7 +35,7 @@ class ReadAhead:
         self.unit_limit = max(1, min(MAX_UNIT, budget // (2 * max(1, streams))))
         self.speculative = False
         self._fetchers = ThreadPoolExecutor(min(_FETCH_THREADS, max(2, streams)), "streamshard-fetch")
-        self._decoders = ThreadPoolExecutor(min(_DECODE_THREADS, os.cpu_count() or 1), "streamshard-decode")
+        self.buffer = bytearray()  # for the block being decoded; the streams share it, having one consumer
         self._streams: list[StripeStream] = []
 
     def stream(self, access: ShardAccess, segments: Iterable[Segment], *, refs: bool) -> StripeStream:
@@ -55,14 +57,9 @@ class ReadAhead:
         """Run `work` on a fetching thread."""
         return self._fetchers.submit(work)
 
-    def submit_decode(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run `work` on a decoding thread."""
-        return self._decoders.submit(work, *args)
-
     def close(self) -> None:
         """Forget what has not started. Requests in flight end by themselves and are dropped."""
-        for pool in (self._fetchers, self._decoders):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
 
 
 class StripeStream:
@@ -80,7 +77,6 @@ class StripeStream:
         self._units = plan_units(plan_blocks(segments, access.index), lambda: self._limit)
         self._unit: Future[list[tuple[BlockPiece, memoryview]]] | None = None
         self._fetched: deque[tuple[BlockPiece, memoryview]] = deque()
-        self._decoding: Future[list[Any]] | None = None
         self._rows: list[Any] = []
         self._at = 0
 
@@ -109,10 +105,7 @@ class StripeStream:
         if not self._fetched:
             self._receive()
         piece, frame = self._fetched.popleft()
-        self._rows = self._decode(piece, frame) if self._decoding is None else self._decoding.result()
-        if not self._fetched and self._unit is not None and self._unit.done():
-            self._receive()
-        self._decoding = self._ahead.submit_decode(self._decode, *self._fetched[0]) if self._fetched else None
+        self._rows = self._deliver(piece, self._access.decode(piece, frame, self._ahead.buffer))
 
     def _receive(self) -> None:
         """Take the unit that was requested, waiting for it if need be, and ask for the one after it."""
@@ -123,8 +116,8 @@ class StripeStream:
         if self._fetched and self._ahead.speculative:
             self.request()
 
-    def _decode(self, piece: BlockPiece, frame: memoryview) -> list[Any]:
-        samples = self._access.decode(piece, frame)
+    def _deliver(self, piece: BlockPiece, samples: list[Sample]) -> list[Any]:
+        """The rows that were asked for, with their refs if they were asked for too."""
         whole = piece.slices == [(0, len(samples))]
         if not self._refs:
             return samples if whole else [s for first, last in piece.slices for s in samples[first:last]]
@@ -133,5 +126,3 @@ class StripeStream:
             for first, last in piece.slices
             for row in range(first, last)
         ]
-
-

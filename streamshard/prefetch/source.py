@@ -72,10 +72,11 @@ class PartitionSource:
         self._contents = contents or {}
         self._held: list[Any] = []
         self._current: tuple[int, int] = (-1, -1)
+        self._emitted_before = -self.k
         self._emitted: deque[tuple[tuple[int, int], Kept]] = deque()
         self._started = False
+        self.finished = False
         self._opened: _PartitionReads | None = None
-        self._following: _PartitionReads | None = None
 
     def open(self) -> None:
         """Request the first blocks now, so that the partitions of a process wait for the store together."""
@@ -110,42 +111,42 @@ class PartitionSource:
         return self._tracked_samples() if self._tracked else self._epochs()
 
     def _epochs(self) -> Iterator[Any]:
+        """All that is left, epoch after epoch if they repeat. `k` counts a sample just before it leaves."""
         opened = self._opened or self._open(self.epoch, self.k)
         self._opened, self._started = None, True
         while True:
-            yield from self._emit(opened)
+            buffer, k = opened.buffer, self.k
+            held = self._held = opened.fill()
+            reads = chain.from_iterable(opened.runs())
+            while k < buffer.drain_from:
+                stop = buffer.chunk_end(k, _DRAWS)
+                slots = buffer.draws(k, stop).tolist()
+                growing = buffer.size(stop) > buffer.size(k)
+                # zip asks for a slot first, so a chunk's end does not swallow a read.
+                for slot, read in zip(slots, reads, strict=False):
+                    sample = held[slot]
+                    held[slot] = read
+                    if growing:
+                        held.append(next(reads))
+                    self.k = k = k + 1
+                    yield sample
+            if self._book.repeat:
+                following = self._open(self.epoch + 1, 0)  # its first blocks arrive while this epoch drains
+            for slot in buffer.drain_order()[k - buffer.drain_from :].tolist():
+                sample = held[slot]
+                held[slot] = None
+                self.k = k = k + 1
+                yield sample
             if not self._book.repeat:
+                self.finished = True
                 return
-            following = self._following or self._open(self.epoch + 1, 0)
-            self._following = None
+            self._emitted_before += self.k
             self.epoch, self.k, opened = self.epoch + 1, 0, following
 
-    def _emit(self, opened: _PartitionReads) -> Iterator[Any]:
-        """The rest of one partition-epoch. `k` counts a sample just before it leaves."""
-        buffer, k = opened.buffer, self.k
-        held = self._held = opened.fill()
-        reads = chain.from_iterable(opened.runs())
-        while k < buffer.drain_from:
-            growing = k < buffer.grown_at
-            stop = min(buffer.drain_from, k - k % _DRAWS + _DRAWS, buffer.grown_at if growing else buffer.drain_from)
-            slots = buffer.draws(k, stop).tolist()
-            # zip asks for a slot first, so a chunk's end does not swallow a read.
-            for slot, read in zip(slots, reads, strict=False):
-                sample = held[slot]
-                held[slot] = read
-                k += 1
-                if growing and buffer.size(k) > buffer.size(k - 1):
-                    held.append(next(reads))
-                self.k = k
-                yield sample
-        if self._book.repeat:
-            self._following = self._open(self.epoch + 1, 0)  # its first blocks arrive while this epoch drains
-        for slot in buffer.drain_order()[k - buffer.drain_from :].tolist():
-            sample = held[slot]
-            held[slot] = None
-            k += 1
-            self.k = k
-            yield sample
+    @property
+    def emitted(self) -> int:
+        """Samples that have left since this source was made."""
+        return self._emitted_before + self.k
 
     def _tracked_samples(self) -> Iterator[Sample]:
         for read, (sample, shard, row) in self._epochs():

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamshard.errors import DataError
-from streamshard.shard.compression import decompress, digest64
+from streamshard.shard.compression import decompress_into, digest64
 from streamshard.shard.layout import ShardIndex
-from streamshard.shard.records import Sample, unpack_block
+from streamshard.shard.records import BLOCK_PREFIX, Sample, unpack_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,26 @@ def locate_rows(index: ShardIndex, start: int, stop: int) -> Iterator[BlockRows]
         start, block = upto, block + 1
 
 
-def decode_block(index: ShardIndex, block: int, frame: bytes | memoryview) -> list[Sample]:
+def decode_block(index: ShardIndex, block: int, frame: bytes | memoryview, buffer: bytearray) -> list[Sample]:
     """All samples of block `block`, out of its compressed bytes; every check of the format before anything is trusted.
 
-    Raises `DataError` naming the block.
+    `buffer` is scratch memory, grown to the largest block and free again on return. Raises `DataError` naming the block.
     """
     found = digest64(frame)
     expected = int(index.hashes[block])
+    size = BLOCK_PREFIX + int(index.uncompressed[block])
     try:
         if len(frame) != int(index.compressed[block]) or found != expected:
             raise DataError(
                 f"its {len(frame)} bytes have hash {found:016x} where the index has {index.compressed[block]} bytes "
                 f"with {expected:016x}: the object is damaged or was replaced"
             )
-        return unpack_block(decompress(frame, int(index.uncompressed[block])), int(index.samples[block]))
+        if len(buffer) < size:
+            buffer.extend(bytes(size - len(buffer)))
+        with memoryview(buffer)[:size] as prefixed:
+            with prefixed[BLOCK_PREFIX:] as target:
+                decompress_into(frame, target)
+            return unpack_block(prefixed, int(index.samples[block]))
     except DataError as error:
-        first = int(index.row_ends[block]) - int(index.samples[block])
-        raise DataError(f"block {block} (rows {first} to {int(index.row_ends[block]) - 1}): {error}") from error
+        end = int(index.row_ends[block])
+        raise DataError(f"block {block} (rows {end - int(index.samples[block])} to {end - 1}): {error}") from error

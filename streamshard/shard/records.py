@@ -10,6 +10,7 @@ change a sample that someone else (the shuffle buffer, a checkpoint) still holds
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,8 @@ DTYPES = tuple(
     )
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_ITEM_SIZES = tuple(dtype.itemsize for dtype in DTYPES)
+_DTYPE_COUNT = len(DTYPES)
 _ONE_DIM = struct.Struct("<BBHI")  # dtype code, ndim, zero, length: the header of a vector, 8 bytes
 _MAX_DIMS = 32
 
@@ -50,20 +53,15 @@ def pack_array(array: np.ndarray) -> msgpack.ExtType:
 def unpack_array(data: bytes) -> np.ndarray:
     """The array of one extension value, read-only. Raises `DataError` for anything but an exact fit."""
     try:
-        code, ndim, _, length = _ONE_DIM.unpack_from(data)
-        if ndim == 1:
-            array = np.frombuffer(data, DTYPES[code], length, 8)
-            if array.nbytes + 8 == len(data):
-                return array
-        else:
-            shape = struct.unpack_from(f"<{ndim}I", data, 4)
-            offset = 4 + 4 * ndim + (-(4 + 4 * ndim)) % 8
-            array = np.frombuffer(data, DTYPES[code], offset=offset) if len(data) > offset else np.empty(0, DTYPES[code])
-            if ndim <= _MAX_DIMS:
-                return array.reshape(shape)
-    except (struct.error, ValueError, IndexError) as error:
+        code, ndim, zero, _ = _ONE_DIM.unpack_from(data)
+        shape = struct.unpack_from(f"<{ndim}I", data, 4)
+        dtype = DTYPES[code]
+    except (struct.error, IndexError) as error:
         raise DataError(f"an array of {len(data)} bytes has a damaged header {data[:8].hex()} ({error})") from error
-    raise DataError(f"an array header {data[:8].hex()} does not fit its {len(data)} bytes")
+    offset = 4 + 4 * ndim + (-(4 + 4 * ndim)) % 8
+    if zero or ndim > _MAX_DIMS or len(data) != offset + math.prod(shape) * dtype.itemsize:
+        raise DataError(f"an array header {data[:offset].hex()} does not fit its {len(data)} bytes")
+    return np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape) if len(data) > offset else np.empty(shape, dtype)
 
 
 def _default(value: object) -> object:
@@ -77,7 +75,15 @@ def _default(value: object) -> object:
     )
 
 
-def _ext_hook(code: int, data: bytes) -> object:
+def _ext_hook(
+    code: int, data: bytes, *, header: Any = _ONE_DIM.unpack_from, frombuffer: Any = np.frombuffer
+) -> object:
+    """Called for every array of every sample: the common case, an exactly fitting vector, is kept short on purpose."""
+    if code == ARRAY and len(data) >= 8:
+        dtype_code, ndim, _, length = header(data)
+        if ndim == 1 and dtype_code < _DTYPE_COUNT and length and len(data) == 8 + length * _ITEM_SIZES[dtype_code]:
+            array: np.ndarray = frombuffer(data, DTYPES[dtype_code], length, 8)
+            return array
     if code == ARRAY:
         return unpack_array(data)
     raise DataError(f"extension type {code} is unknown; this version reads type {ARRAY} (arrays) only")
@@ -101,7 +107,7 @@ def pack_sample(sample: Mapping[str, Any]) -> bytes:
     return pack(sample if isinstance(sample, dict) else dict(sample))
 
 
-def unpack(data: bytes) -> Any:
+def unpack(data: bytes | memoryview) -> Any:
     """One msgpack value; `DataError` if the bytes are anything else."""
     try:
         return msgpack.unpackb(data, ext_hook=_ext_hook)
@@ -111,13 +117,17 @@ def unpack(data: bytes) -> Any:
         raise DataError(f"{len(data)} bytes do not decode as msgpack ({type(error).__name__}: {error})") from error
 
 
-def unpack_block(data: bytes, count: int) -> list[Sample]:
-    """The `count` samples of a decompressed block.
+BLOCK_PREFIX = 5  # bytes in front of a block for the array header that makes it one msgpack value
+
+
+def unpack_block(prefixed: memoryview, count: int) -> list[Sample]:
+    """The `count` samples of a decompressed block, given with `BLOCK_PREFIX` free bytes in front of it.
 
     An array header in front turns the block into one value, and one call decodes it: measured 2.0 M samples/s against
     0.6 M/s for iterating an ``Unpacker``. Too few or too many samples than the index says are a `DataError`.
     """
-    samples: list[Sample] = unpack(b"\xdd" + count.to_bytes(4, "big") + data)
+    prefixed[:BLOCK_PREFIX] = b"\xdd" + count.to_bytes(4, "big")
+    samples: list[Sample] = unpack(prefixed)
     for sample in (samples[0], samples[-1]) if samples else ():
         if not isinstance(sample, dict):
             raise DataError(f"a sample is a {type(sample).__name__} where the format has maps")

@@ -1,0 +1,81 @@
+"""An independent, slow model of the order: plain loops and lists, written from the definition and not from the code.
+
+It shares with the package only the raw random words. Where the package computes, this simulates.
+"""
+
+from __future__ import annotations
+
+from streamshard.order.random import bounded, permutation, raw_words, stream_key
+
+
+def epoch_slots(total: int, epoch: int, parts: int, repeat: bool) -> list[int]:
+    """How many slots of each residue there are in the epoch, by counting them."""
+    first = epoch * total if repeat else 0
+    counts = [0] * parts
+    for slot in range(first, first + total):
+        counts[slot % parts] += 1
+    return counts
+
+
+def partition_reads(
+    samples: list[int], *, seed: int, epoch: int, parts: int, interleave: int, run: int, shuffle: bool, repeat: bool
+) -> list[list[tuple[int, int]]]:
+    """(shard, row) in reading order, for each partition."""
+    shards = list(range(len(samples)))
+    if shuffle:
+        shards = permutation(stream_key(seed, epoch, "shards", ""), len(samples)).tolist()
+    sequence = [(shard, row) for shard in shards for row in range(samples[shard])]
+    reads = []
+    for count in epoch_slots(len(sequence), epoch, parts, repeat):
+        mine, sequence = sequence[:count], sequence[count:]
+        stripes = []
+        for i in range(interleave):
+            length = count // interleave + (1 if i < count % interleave else 0)
+            stripes.append(mine[:length])
+            mine = mine[length:]
+        order: list[tuple[int, int]] = []
+        while min(len(stripe) for stripe in stripes) >= run:
+            for i, stripe in enumerate(stripes):
+                order += stripe[:run]
+                stripes[i] = stripe[run:]
+        for stripe in stripes:
+            order += stripe
+        reads.append(order)
+    assert not sequence
+    return reads
+
+
+def shuffled(reads: list, *, seed: int, epoch: int, p: int, buffer: int, initial: int = 32) -> list:
+    """What leaves the shuffle buffer, by holding one."""
+    waiting = list(reads)
+    held = [waiting.pop(0) for _ in range(min(buffer, initial, len(waiting)))]
+    out: list = []
+    draw_key = stream_key(seed, epoch, "slot", "", p)
+    while waiting:
+        word = raw_words(draw_key, len(out), 1)
+        slot = int(bounded(word, len(held))[0])
+        out.append(held[slot])
+        held[slot] = waiting.pop(0)
+        if len(held) < buffer and waiting:
+            held.append(waiting.pop(0))
+    for slot in permutation(stream_key(seed, epoch, "drain", "", p), len(held)).tolist():
+        out.append(held[slot])
+    return out
+
+
+def partition_orders(samples: list[int], *, seed: int = 0, epoch: int = 0, parts: int = 4, interleave: int = 2,
+                     run: int = 16, buffer: int = 512, shuffle: bool = True, repeat: bool = False,
+                     ) -> list[list[tuple[int, int]]]:  # fmt: skip
+    """(shard, row) in the order in which each partition emits them."""
+    interleave, buffer = (interleave, buffer) if shuffle else (1, 1)
+    reads = partition_reads(samples, seed=seed, epoch=epoch, parts=parts, interleave=interleave, run=run,
+                            shuffle=shuffle, repeat=repeat)  # fmt: skip
+    return [shuffled(order, seed=seed, epoch=epoch, p=p, buffer=buffer) for p, order in enumerate(reads)]
+
+
+def in_slot_order(items: list[list], turns: list[int] | None = None) -> list:
+    """The items of all partitions by (turn, partition)."""
+    turns = turns or [0] * len(items)
+    slots = [(turn + i, p, item) for p, (turn, row) in enumerate(zip(turns, items, strict=True))
+             for i, item in enumerate(row)]  # fmt: skip
+    return [item for _, _, item in sorted(slots, key=lambda slot: slot[:2])]
