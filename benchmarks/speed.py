@@ -65,7 +65,10 @@ def main() -> dict:
     for parts in (1, 16):
         ratio = [r[f"P={parts}"]["samples_per_s"] / r["baseline"]["samples_per_s"] for r in rounds]
         cpu = [r[f"P={parts}"]["cpu_s"] / r["decompress"]["cpu_s"] for r in rounds]
-        result[f"P={parts}"] = {"speed_vs_baseline": statistics.median(ratio), "cpu_vs_decompress": statistics.median(cpu)}
+        result[f"P={parts}"] = {
+            "speed_vs_baseline": statistics.median(ratio),
+            "cpu_vs_decompress": statistics.median(cpu),
+        }
         print(f"P={parts}: {statistics.median(ratio):.2f} x the baseline's samples/s, "
               f"{statistics.median(cpu):.2f} x the CPU of decompression alone")  # fmt: skip
     for name in sides:

@@ -4,6 +4,7 @@ from streamshard.catalog import open_manifest
 from streamshard.dataset import StreamDataset
 from streamshard.distributed.topology import Topology
 from streamshard.errors import DataError, StateError, StorageError, StreamshardError, UsageError
+from streamshard.map_dataset import MapDataset
 from streamshard.order.cursor import Ref
 from streamshard.state import merge_states
 from streamshard.steps.batch import Batch
@@ -21,6 +22,7 @@ __all__ = [
     "Filter",
     "FlatMap",
     "Map",
+    "MapDataset",
     "Ref",
     "StateError",
     "StorageError",

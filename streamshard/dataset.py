@@ -265,7 +265,9 @@ class StreamDataset(IterableDataset[Any]):
     def _timeline(self) -> list[tuple[int, ShardAccess]]:
         current = self.manifest
         entries = self._history or [(0, current.version)]
-        manifests = [(first, current if v == current.version else load_manifest(self._store, v)) for first, v in entries]
+        manifests = [
+            (first, current if v == current.version else load_manifest(self._store, v)) for first, v in entries
+        ]
         return [(first, ShardAccess(self._store, manifest)) for first, manifest in manifests]
 
     def _contents(self, snapshot: Snapshot, live: set[int]) -> dict[int, dict[tuple[int, int], Any]]:

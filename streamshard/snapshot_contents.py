@@ -44,7 +44,9 @@ def decode_contents(blob: bytes) -> dict[int, dict[tuple[int, int], Sample]]:
         plain = decompress(blob[2 * _SIZE :], size)
         places, samples = unpack(plain[:head]), iter(unpack(plain[head:]))
     except (StreamshardError, TypeError) as error:
-        raise StateError(f"the contents of the state are damaged ({error}); resume from an earlier checkpoint") from error
+        raise StateError(
+            f"the contents of the state are damaged ({error}); resume from an earlier checkpoint"
+        ) from error
     contents: dict[int, dict[tuple[int, int], Sample]] = {}
     for p, epochs in places:
         found = contents.setdefault(p, {})

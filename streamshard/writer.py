@@ -101,9 +101,7 @@ class DatasetWriter:
     @property
     def progress(self) -> WriterProgress:
         """How far this writer is."""
-        return WriterProgress(
-            self._samples, self._packed, len(self._done), sum(shard.size for shard in self._done)
-        )
+        return WriterProgress(self._samples, self._packed, len(self._done), sum(shard.size for shard in self._done))
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Append one sample, a mapping of field names to values.
@@ -321,7 +319,9 @@ def record_key(writer: str) -> str:
 
 def _check_name(writer: str) -> None:
     if not isinstance(writer, str) or not _NAME.fullmatch(writer):
-        raise UsageError(f"writer={writer!r}: use 1 to 64 letters, digits, '_', '-' and '.', not beginning with '.' or '-'")
+        raise UsageError(
+            f"writer={writer!r}: use 1 to 64 letters, digits, '_', '-' and '.', not beginning with '.' or '-'"
+        )
 
 
 def _check_sizes(shard_bytes: int, block_bytes: int, level: int) -> None:

@@ -26,7 +26,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         if not all(isinstance(v, int) for v in (self.rank, self.size)) or not 0 <= self.rank < self.size:
-            raise UsageError(f"Topology(rank={self.rank!r}, size={self.size!r}): rank must be an int from 0 to size - 1")
+            raise UsageError(
+                f"Topology(rank={self.rank!r}, size={self.size!r}): rank must be an int from 0 to size - 1"
+            )
 
 
 def resolve(topology: Topology | None) -> Topology:
@@ -59,4 +61,6 @@ def _from_environment() -> tuple[int, int]:
     try:
         return int(rank), int(size)
     except ValueError:
-        raise UsageError(f"RANK={rank!r} and WORLD_SIZE={size!r} must be integers; unset them or pass topology=") from None
+        raise UsageError(
+            f"RANK={rank!r} and WORLD_SIZE={size!r} must be integers; unset them or pass topology="
+        ) from None

@@ -30,6 +30,9 @@ class ShardAccess:
         self._locks: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[object, ...]:  # locks and counters stay in their process
+        return ShardAccess, (self.store, self.manifest)
+
     def index(self, shard: int) -> ShardIndex:
         """The verified index of a shard."""
         with self._lock:

@@ -1,6 +1,6 @@
 """From rows that will be needed to ranged requests. Pure: indexes come in through a function, requests go out as values.
 
-    segments (shard, first row, end row)  ->  block pieces, each block once  ->  units of neighbouring blocks, one GET each
+segments (shard, first row, end row)  ->  block pieces, each block once  ->  units of neighbouring blocks, one GET each
 """
 
 from __future__ import annotations

@@ -66,9 +66,7 @@ class ShardIndex:
         return int(self.offsets[-1]) + seek_table_bytes(len(self.samples))
 
 
-def encode_index(
-    schema: Schema, blocks: list[tuple[int, int, int, int]], lengths: list[int] | None
-) -> bytes:
+def encode_index(schema: Schema, blocks: list[tuple[int, int, int, int]], lengths: list[int] | None) -> bytes:
     """The index frame for `blocks` of (samples, compressed, uncompressed, hash)."""
     columns = list(zip(*blocks, strict=True)) or [(), (), (), ()]
     content: dict[str, Any] = {

@@ -61,7 +61,11 @@ def unpack_array(data: bytes) -> np.ndarray:
     offset = 4 + 4 * ndim + (-(4 + 4 * ndim)) % 8
     if zero or ndim > _MAX_DIMS or len(data) != offset + math.prod(shape) * dtype.itemsize:
         raise DataError(f"an array header {data[:offset].hex()} does not fit its {len(data)} bytes")
-    return np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape) if len(data) > offset else np.empty(shape, dtype)
+    return (
+        np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape)
+        if len(data) > offset
+        else np.empty(shape, dtype)
+    )
 
 
 def _default(value: object) -> object:
@@ -75,9 +79,7 @@ def _default(value: object) -> object:
     )
 
 
-def _ext_hook(
-    code: int, data: bytes, *, header: Any = _ONE_DIM.unpack_from, frombuffer: Any = np.frombuffer
-) -> object:
+def _ext_hook(code: int, data: bytes, *, header: Any = _ONE_DIM.unpack_from, frombuffer: Any = np.frombuffer) -> object:
     """Called for every array of every sample: the common case, an exactly fitting vector, is kept short on purpose."""
     if code == ARRAY and len(data) >= 8:
         dtype_code, ndim, _, length = header(data)

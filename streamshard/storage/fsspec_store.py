@@ -8,18 +8,16 @@ conditional writes, and errors of one kind whatever the library raises.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from importlib import import_module
 from typing import Any
 
 import fsspec
 
 from streamshard.errors import StorageError, UsageError
 from streamshard.storage.store import ObjectStat
-
-_GCS_PROBE = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
 
 
 class FsspecStore:
@@ -144,27 +142,32 @@ def _connect(protocol: str, url: str, options: dict[str, Any]) -> tuple[Any, str
     options = {"use_listings_cache": False, **deepcopy(options)}  # s3fs changes the dictionaries it is given
     if protocol in ("s3", "s3a"):
         options["config_kwargs"] = {"max_pool_connections": 64, **options.get("config_kwargs", {})}
-    if protocol in ("gs", "gcs"):
-        _quiet_gcs_probe(options)
     try:
+        if _emulates_gcs(protocol, options):
+            plain = import_module("gcsfs.core").GCSFileSystem
+            return plain(**options), plain._strip_protocol(url).rstrip("/")  # noqa: SLF001  (fsspec's own verb for it)
         filesystem, root = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        package = {"gs": "streamshard[gcs]", "gcs": "streamshard[gcs]"}.get(protocol, f"the fsspec driver for {protocol}")
+        package = {"gs": "streamshard[gcs]", "gcs": "streamshard[gcs]"}.get(
+            protocol, f"the fsspec driver for {protocol}"
+        )
         raise UsageError(f"{url} needs a package that is not installed ({error}); pip install {package}") from error
     except ValueError as error:
         raise UsageError(f"{url} cannot be opened ({error}); check the URL's scheme and storage_options") from error
     return filesystem, root.rstrip("/")
 
 
-def _quiet_gcs_probe(options: dict[str, Any]) -> None:
-    """Keep gcsfs from asking an emulator over gRPC what kind of bucket it has: it waits a minute for no answer.
+def make_bucket(protocol: str, name: str, options: dict[str, Any]) -> None:
+    """Create a bucket: for test servers and demonstrations, nothing else here ever does."""
+    filesystem, _ = _connect(protocol, f"{protocol}://{name}", options)
+    filesystem.mkdir(name)
 
-    It reads the variable when it is imported, and again by attribute, so both are set. Real GCS is left alone.
+
+def _emulates_gcs(protocol: str, options: dict[str, Any]) -> bool:
+    """Whether a GCS URL means an emulator. gcsfs asks every bucket over gRPC what kind it is, and at an emulator, which does
+    not answer, it waits for a minute; its plain filesystem class does not ask.
     """
-    if not (options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")):
-        return
-    if "gcsfs" not in sys.modules:
-        os.environ.setdefault(_GCS_PROBE, "false")
+    return protocol in ("gs", "gcs") and bool(options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST"))
 
 
 def _tag(info: dict[str, Any]) -> str:

@@ -86,7 +86,9 @@ def test_the_contents_of_a_long_partition_equal_those_of_a_simulated_buffer():
 @given(worlds, st.data())
 @settings(max_examples=200, deadline=None)
 def test_positions_reads_and_runs_describe_one_order(world, data):
-    spec = OrderSpec(partitions=world["parts"], interleave=world["interleave"], run=world["run"], repeat=world["repeat"])
+    spec = OrderSpec(
+        partitions=world["parts"], interleave=world["interleave"], run=world["run"], repeat=world["repeat"]
+    )
     total = sum(world["samples"])
     epoch = EpochOrder(spec, np.array(world["samples"], dtype=np.int64), world["epoch"], world["epoch"] * total)
     part = epoch.partition(data.draw(st.integers(0, world["parts"] - 1)))
@@ -176,20 +178,25 @@ def test_the_default_number_of_partitions_leaves_room_for_other_readers():
 
 
 def test_readers_that_do_not_divide_the_partitions_are_refused_with_numbers_that_would_do():
-    with pytest.raises(UsageError, match=r"partitions=16 .* 3 ranks x 2 workers = 6 .* partitions=48 .* 1, 2, 4, 8, 16"):
+    with pytest.raises(
+        UsageError, match=r"partitions=16 .* 3 ranks x 2 workers = 6 .* partitions=48 .* 1, 2, 4, 8, 16"
+    ):
         resolve_partitions(16, Reader(0, 3, 0, 2), shuffle=True)
 
 
 def test_golden_words_permutations_and_orders_never_change():
     """These pin checkpoints that people hold: if this fails, ALGORITHM must be raised and old states refused."""
     key = stream_key(17, 3, "slot", "", 5)
-    assert key == 0x9f809925a80e15ed67bff1f318f3b968
+    assert key == 0x9F809925A80E15ED67BFF1F318F3B968
     assert raw_words(key, 0, 3).tolist() == [698661648611798586, 8643027132978578825, 2699162472105813022]
     assert permutation(stream_key(17, 0, "shards", ""), 10).tolist() == [0, 8, 5, 6, 7, 1, 4, 2, 9, 3]
     assert bounded(raw_words(key, 5, 6), 100).tolist() == [90, 56, 63, 7, 21, 64]
     world = {"samples": [5, 3, 7], "seed": 17, "epoch": 1, "parts": 2, "interleave": 2, "run": 2, "buffer": 3,
              "shuffle": True, "repeat": True}  # fmt: skip
-    assert our_orders(world) == [[(2, 0), (2, 1), (2, 2), (2, 4), (2, 6), (2, 3), (2, 5)], [(0, 4), (0, 1), (0, 0), (1, 0), (0, 2), (1, 1), (0, 3), (1, 2)]]
+    assert our_orders(world) == [
+        [(2, 0), (2, 1), (2, 2), (2, 4), (2, 6), (2, 3), (2, 5)],
+        [(0, 4), (0, 1), (0, 0), (1, 0), (0, 2), (1, 1), (0, 3), (1, 2)],
+    ]
 
 
 def test_words_are_random_access():
@@ -200,4 +207,7 @@ def test_words_are_random_access():
 
 
 def test_keys_of_different_parts_differ():
-    assert len({stream_key("a", "b"), stream_key("ab"), stream_key(1), stream_key("1"), stream_key(1, 2), stream_key(12)}) == 6
+    assert (
+        len({stream_key("a", "b"), stream_key("ab"), stream_key(1), stream_key("1"), stream_key(1, 2), stream_key(12)})
+        == 6
+    )

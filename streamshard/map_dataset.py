@@ -1,0 +1,288 @@
+"""`MapDataset`: random access by index, and `IndexSampler`, its seeded distributed sampler with exact resume."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, overload
+
+import numpy as np
+from torch.utils.data import Dataset, Sampler
+
+from streamshard.catalog import load_manifest
+from streamshard.distributed.topology import Topology, resolve
+from streamshard.errors import UsageError
+from streamshard.order.partition import ALGORITHM
+from streamshard.order.permutation import IndexPermutation
+from streamshard.order.random import stream_key
+from streamshard.order.rotation import Reader, check_divides, owned, resolve_partitions, rotate
+from streamshard.prefetch.access import ShardAccess
+from streamshard.prefetch.plan import BlockPiece, plan_blocks, plan_units
+from streamshard.shard.manifest import Manifest
+from streamshard.shard.records import Sample
+from streamshard.state import (
+    PartitionState,
+    Snapshot,
+    State,
+    check_fingerprint,
+    check_scope,
+    decode_state,
+    scope_name,
+)
+from streamshard.storage.open import open_store
+
+_UNIT = 8 << 20
+_FETCHES = 8
+_CHUNK = 1024  # indices computed at a time
+
+
+class MapDataset(Dataset[Any]):
+    """A dataset as a sequence: ``len``, ``[i]``, ``[a:b]``, and ``[[i, j, ...]]``, which reads every block once.
+
+    Indices count samples in file order, from either end. The unit of reading is a block, so that a list of indices costs
+    much less than its indices one by one; torch's DataLoader hands over lists by itself. `cached_blocks` decoded blocks are
+    kept. Raises `IndexError` for an index outside, and the errors of reading. Use from one thread.
+    """
+
+    def __init__(
+        self, source: str, *, storage_options: Mapping[str, Any] | None = None, cached_blocks: int = 16
+    ) -> None:
+        self._store = open_store(source, storage_options)
+        self._access: ShardAccess | None = None
+        self._cached_blocks = cached_blocks
+        self._cache: OrderedDict[tuple[int, int], list[Sample]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": OrderedDict()}
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest that is read, opened on first use and then kept."""
+        return self._opened().manifest
+
+    def _opened(self) -> ShardAccess:
+        if self._access is None:
+            self._access = ShardAccess(self._store, load_manifest(self._store))
+            self._ends = np.cumsum(self._access.manifest.sample_counts)
+        return self._access
+
+    def __len__(self) -> int:
+        return self.manifest.total_samples
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | np.ndarray) -> list[Sample]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.__getitems__(range(*index.indices(len(self))))
+        if isinstance(index, list | tuple | range | np.ndarray):
+            return self.__getitems__(index)
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int] | np.ndarray) -> list[Sample]:
+        """The samples at `indices`, in their order; the name is the one that torch's DataLoader looks for."""
+        positions = np.array([self._checked(index) for index in indices], dtype=np.int64)
+        if not len(positions):
+            return []
+        access = self._opened()
+        shards = np.searchsorted(self._ends, positions, side="right")
+        rows = positions - (self._ends[shards] - access.manifest.sample_counts[shards])
+        places = list(zip(shards.tolist(), rows.tolist(), strict=True))
+        pieces = list(plan_blocks([(s, r, r + 1) for s, r in sorted(set(places))], access.index))
+        blocks = self._read(access, pieces)
+        found: dict[tuple[int, int], Sample] = {}
+        for piece in pieces:
+            for first, last in piece.slices:
+                for row in range(first, last):
+                    found[piece.shard, piece.first_row + row] = blocks[piece.shard, piece.block][row]
+        return [dict(found[place]) for place in places]
+
+    def _checked(self, index: Any) -> int:
+        try:
+            number = operator.index(index)
+        except TypeError:
+            raise UsageError(
+                f"index {index!r} of type {type(index).__name__} must be an int, slice or list of ints"
+            ) from None
+        size = len(self)
+        if not -size <= number < size:
+            raise IndexError(f"index {number} is outside of a dataset of {size} samples ({self._store.url})")
+        return number % size
+
+    def _read(self, access: ShardAccess, pieces: list[BlockPiece]) -> dict[tuple[int, int], list[Sample]]:
+        """Decoded blocks, from the cache or with one ranged GET for each run of neighbours."""
+        blocks = {
+            (p.shard, p.block): self._cache[p.shard, p.block] for p in pieces if (p.shard, p.block) in self._cache
+        }
+        units = list(plan_units([p for p in pieces if (p.shard, p.block) not in blocks], lambda: _UNIT))
+        buffer = bytearray()
+        for unit, frames in zip(units, self._fetch(access, units), strict=True):
+            for piece, frame in zip(unit, frames, strict=True):
+                blocks[piece.shard, piece.block] = access.decode(piece, frame, buffer)
+        for place, samples in blocks.items():
+            self._cache[place] = samples
+            self._cache.move_to_end(place)
+        while len(self._cache) > self._cached_blocks:
+            self._cache.popitem(last=False)
+        return blocks
+
+    def _fetch(self, access: ShardAccess, units: list[list[BlockPiece]]) -> list[list[memoryview]]:
+        if len(units) <= 1:
+            return [access.fetch(unit) for unit in units]
+        with ThreadPoolExecutor(min(_FETCHES, len(units)), "streamshard-fetch") as pool:
+            return list(pool.map(access.fetch, units))
+
+    def sampler(
+        self,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        repeat: bool = False,
+        partitions: int | None = None,
+        topology: Topology | None = None,
+    ) -> IndexSampler:
+        """A sampler over this dataset for torch's DataLoader; see `IndexSampler`."""
+        return IndexSampler(self, seed=seed, shuffle=shuffle, repeat=repeat, partitions=partitions, topology=topology)
+
+
+class _IndexRun:
+    """One partition of a sampler: the indices at slots turn * P + p, from `turn` on."""
+
+    def __init__(self, sampler: IndexSampler, p: int, turn: int, epoch: int) -> None:
+        self.p = p
+        self.turn = turn
+        self.done = False
+        self._epoch = epoch
+        self._sampler = sampler
+        self.items = self._indices()
+
+    def _indices(self) -> Iterator[int]:
+        sampler, parts = self._sampler, self._sampler.partitions
+        size = len(sampler.dataset)
+        while True:
+            slots = np.arange(self.turn, self.turn + _CHUNK) * parts + self.p
+            if not sampler.repeat:
+                slots = slots[slots < size]
+            if not len(slots):
+                self.done = True
+                return
+            for index in sampler.indices(slots, self._epoch):
+                self.turn += 1
+                yield index
+
+
+class IndexSampler(Sampler[int]):
+    """Indices of a `MapDataset` in a seeded order, each once an epoch over all ranks, with the state rules of `StreamDataset`.
+
+    The global order is a random permutation of all indices (never held in memory); rank r of R gets every R-th. States are
+    merged with `merge_states` and resume on any number of ranks that divides `partitions`. The state describes the last
+    index *taken* from the sampler; a DataLoader with workers takes indices ahead of the batches it returns.
+    """
+
+    def __init__(
+        self, dataset: MapDataset, *, seed: int, shuffle: bool, repeat: bool, partitions: int | None,
+        topology: Topology | None,
+    ) -> None:  # fmt: skip
+        self.dataset = dataset
+        self.repeat = repeat
+        self._seed = seed
+        self._shuffle = shuffle
+        self._asked = partitions
+        self._topology = topology
+        self._epoch = 0
+        self._advance = False
+        self._pending: Snapshot | None = None
+        self._runs: list[_IndexRun] = []
+        self._carried: dict[int, PartitionState] = {}
+        self._resolved = partitions
+        self._reader = Reader()
+
+    @property
+    def partitions(self) -> int:
+        """P, resolved at the first start or by a state."""
+        if self._resolved is None:
+            self._resolved = resolve_partitions(self._asked, self._current_reader(), shuffle=True)
+        return self._resolved
+
+    def _current_reader(self) -> Reader:
+        topology = resolve(self._topology)
+        return Reader(topology.rank, topology.size)
+
+    def indices(self, slots: np.ndarray, epoch: int) -> list[int]:
+        """The indices at global `slots`, counted from the beginning of `epoch`."""
+        size = len(self.dataset)
+        if not self._shuffle:
+            found: list[int] = (slots % size).tolist()
+            return found
+        epochs = epoch + slots // size
+        out = np.empty_like(slots)
+        for number in np.unique(epochs).tolist():
+            chosen = epochs == number
+            out[chosen] = IndexPermutation(stream_key(self._seed, number, "map", ""), size)(slots[chosen] % size)
+        result: list[int] = out.tolist()
+        return result
+
+    def __len__(self) -> int:
+        """Indices of this rank in a whole epoch."""
+        if self.repeat:
+            raise TypeError("a sampler with repeat=True has no length")
+        reader = self._current_reader()
+        return len(range(reader.rank, len(self.dataset), reader.ranks))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        if not isinstance(epoch, int) or epoch < 0:
+            raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
+        if self._pending is not None and epoch != self._pending.epoch:
+            raise UsageError(
+                f"set_epoch({epoch}) contradicts the loaded state, which is in epoch {self._pending.epoch}"
+            )
+        self._epoch, self._advance = epoch, False
+
+    def __iter__(self) -> Iterator[int]:
+        reader = self._reader = self._current_reader()
+        pending, self._pending = self._pending, None
+        if pending is None and self._advance:
+            self._epoch += 1
+        self._advance = False
+        if pending is not None:
+            check_scope(pending.scope, reader)
+            self._epoch = pending.epoch
+        check_divides(self.partitions, reader)
+        fresh = {p: PartitionState(0, False, (self._epoch, 0)) for p in range(self.partitions)}
+        states = pending.partitions if pending is not None and pending.partitions else fresh
+        done = {p for p, state in states.items() if state.done}
+        turns = {p: state.turn for p, state in states.items()}
+        if pending is not None and pending.scope != "full":
+            live, carried = sorted(set(turns) - done), sorted(done)
+        else:
+            live, carried = owned(turns, done, self.partitions, reader)
+        self._carried = {p: states[p] for p in carried}
+        runs = self._runs = [_IndexRun(self, p, turns[p], self._epoch) for p in live]
+        yield from rotate(runs)
+        if runs is self._runs:
+            self._advance = True
+
+    def state_dict(self) -> State:
+        """Where the sampler stands after the last index taken."""
+        if self._pending is not None:
+            return self._pending.encode()
+        states = {run.p: PartitionState(run.turn, run.done, (self._epoch, run.turn)) for run in self._runs}
+        scope = scope_name(self._reader) if self._runs or self._carried else "full"
+        return Snapshot(scope, self._fingerprint(), self._epoch, {**self._carried, **states}).encode()
+
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Go on from `state` with the next iteration. Raises `StateError` for a state that does not fit."""
+        snapshot = decode_state(state)
+        check_fingerprint(snapshot.fingerprint, {**self._fingerprint(), "partitions": self._asked}, allow)
+        self._resolved = snapshot.fingerprint["partitions"] if self._asked is None else self._asked
+        self._pending = Snapshot(snapshot.scope, self._fingerprint(), snapshot.epoch, snapshot.partitions)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {
+            "algorithm": ALGORITHM, "dataset": self.dataset.manifest.version, "kind": "IndexSampler", "seed": self._seed,
+            "shuffle": self._shuffle, "repeat": self.repeat, "partitions": self._resolved,
+        }  # fmt: skip

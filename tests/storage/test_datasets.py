@@ -1,0 +1,84 @@
+"""A dataset is written, streamed and resumed the same way in every store."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+
+import streamshard as ss
+from streamshard.errors import StorageError
+from tests.conftest import sample, write_dataset
+
+pytestmark = pytest.mark.servers
+
+
+def test_a_dataset_streams_and_resumes_from_every_store(place, tmp_path):
+    url, options = place
+    write_dataset(url, 203, storage_options=options)
+    local = write_dataset(tmp_path / "same", 203)
+    assert ss.open_manifest(url, storage_options=options).version == ss.open_manifest(local).version
+    whole = [item["id"] for item in ss.StreamDataset(local, partitions=4)]
+    dataset = ss.StreamDataset(url, partitions=4, storage_options=options)
+    got = [item["id"] for item in itertools.islice(iter(dataset), 77)]
+    resumed = ss.StreamDataset(url, partitions=4, storage_options=options)
+    resumed.load_state_dict(dataset.state_dict())
+    assert got + [item["id"] for item in resumed] == whole
+
+
+def test_appending_and_parallel_writers_work_in_every_store(place):
+    url, options = place
+    for name in ("b", "a"):
+        with ss.DatasetWriter(url, writer=name, storage_options=options) as writer:
+            writer.write({"id": 10 if name == "a" else 20})
+    ss.commit_writers(url, ["b", "a"], storage_options=options)
+    with ss.DatasetWriter(url, append=True, storage_options=options) as writer:
+        writer.write({"id": 30})
+    dataset = ss.StreamDataset(url, shuffle=False, storage_options=options)
+    assert [item["id"] for item in dataset] == [10, 20, 30]
+
+
+def test_a_location_that_does_not_exist_or_cannot_be_written_is_found_out_at_once(s3):
+    options, _ = s3
+    with (
+        pytest.raises(StorageError, match=r"s3://no-such-bucket.* cannot be written to"),
+        ss.DatasetWriter("s3://no-such-bucket/x", storage_options=options) as writer,
+    ):
+        writer.write(sample(0))
+
+
+def _read_in_child(url, options, queue):
+    queue.put(sorted(item["id"] for item in ss.StreamDataset(url, storage_options=options)))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", ["s3", "gcs"])
+def test_a_child_reads_a_store_that_its_parent_has_used(kind, method, request):
+    options, make_bucket = request.getfixturevalue(kind)
+    url = make_bucket(f"child-{method}-bucket")
+    write_dataset(url, 50, storage_options=options)
+    assert len(list(ss.StreamDataset(url, storage_options=options))) == 50
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=_read_in_child, args=(url, options, queue))
+    child.start()
+    assert queue.get(timeout=60) == list(range(50))
+    child.join(timeout=30)
+    assert child.exitcode == 0
+
+
+def test_a_gcs_emulator_is_reached_at_once_even_when_gcsfs_was_imported_before(gcs):
+    """gcsfs asks an emulator over gRPC what kind of bucket it has, and waits a minute for the answer."""
+    options, make_bucket = gcs
+    url = make_bucket("probed-bucket")
+    script = (
+        "import gcsfs, sys, time, json; from streamshard.storage.open import open_store; start = time.monotonic();"
+        "open_store(sys.argv[1], json.loads(sys.argv[2])).put('key', b'1'); print(time.monotonic() - start)"
+    )
+    command = [sys.executable, "-c", script, url, json.dumps(options)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert float(out) < 10
