@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,13 +93,14 @@ class StreamDataset(IterableDataset[Any]):
         self.steps = steps
         self.topology = topology
         self._store = open_store(source, storage_options)
-        self._order = {
-            "seed": seed,
-            "shuffle": shuffle,
-            "buffer": shuffle_buffer if shuffle else 1,
-            "interleave": interleave if shuffle else 1,
-            "repeat": repeat,
-        }
+        self._order = OrderSpec(
+            partitions=0,  # filled in when an iteration begins
+            seed=seed,
+            shuffle=shuffle,
+            buffer=shuffle_buffer if shuffle else 1,
+            interleave=interleave if shuffle else 1,
+            repeat=repeat,
+        )
         self._asked_partitions = partitions
         self._partitions = partitions  # resolved at the first start, or by a state
         self._repeat = repeat
@@ -114,7 +116,8 @@ class StreamDataset(IterableDataset[Any]):
         self._epoch_floor = 0  # in a worker: epochs before it have been read by this process
         self._advance = False  # the epoch was exhausted in this process and set_epoch has not been called since
         # Shared with DataLoader workers, however they are started: [epoch, whether workers have begun to read].
-        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._shared = torch.zeros(2, dtype=torch.int64)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]  # torch
 
     def __getstate__(self) -> dict[str, Any]:
         # A started worker process has no process group to ask, and no use for an iteration of its parent.
@@ -122,7 +125,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def __repr__(self) -> str:
         steps = "".join(f", {step.label}" for step in self.steps)
-        return f"StreamDataset({self._store.url!r}{steps}, seed={self._order['seed']}, partitions={self._partitions})"
+        return f"StreamDataset({self._store.url!r}{steps}, seed={self._order.seed}, partitions={self._partitions})"
 
     @property
     def manifest(self) -> Manifest:
@@ -224,9 +227,9 @@ class StreamDataset(IterableDataset[Any]):
     def _start_snapshot(self, reader: Reader) -> Snapshot:
         """The state at the beginning of the current epoch."""
         if self._partitions is None:
-            self._partitions = resolve_partitions(self._asked_partitions, reader, shuffle=bool(self._order["shuffle"]))
+            self._partitions = resolve_partitions(self._asked_partitions, reader, shuffle=self._order.shuffle)
         begin = start_cursor(self.steps, (self.epoch, 0))
-        fresh = {p: PartitionState(0, False, begin) for p in range(self._partitions)}
+        fresh = {p: PartitionState(turn=0, done=False, cursor=begin) for p in range(self._partitions)}
         return Snapshot("full", {}, self.epoch, fresh)
 
     def _open_iteration(self, snapshot: Snapshot, reader: Reader) -> Iteration:
@@ -235,11 +238,11 @@ class StreamDataset(IterableDataset[Any]):
         states = snapshot.partitions
         done = {p for p, state in states.items() if state.done}
         live, carried = self._share(snapshot.scope, {p: state.turn for p, state in states.items()}, done, reader)
-        spec = OrderSpec(partitions=self._partitions, **self._order)
+        spec = replace(self._order, partitions=self._partitions)
         return Iteration(
             Book(spec, self._timeline()),
             self.steps,
-            StepContext(int(self._order["seed"]), self._partitions, 0),
+            StepContext(self._order.seed, self._partitions, 0),
             {p: states[p] for p in live},
             {p: states[p] for p in carried},
             budget=self._budget,
@@ -317,10 +320,6 @@ class StreamDataset(IterableDataset[Any]):
         history = [(int(first), str(version)) for first, version in saved.pop("history", [])]
         current = self._fingerprint()
         current.pop("history", None)
-        if not self._order["shuffle"] and self._asked_partitions is None:
-            saved_partitions = saved.get("partitions")
-        else:
-            saved_partitions = saved.get("partitions") if self._asked_partitions is None else self._asked_partitions
         current["partitions"] = self._asked_partitions
         check_fingerprint(saved, current, allow)
         partitions = snapshot.partitions
@@ -329,7 +328,7 @@ class StreamDataset(IterableDataset[Any]):
         if partitions and saved["dataset"] != current["dataset"]:
             history = self._grow(snapshot, history or [(0, saved["dataset"])])
         self._history = history
-        self._partitions = saved_partitions
+        self._partitions = self._asked_partitions or saved["partitions"]
         self._iteration = None
         self._advance = False
         self._epoch_floor = 0
@@ -351,7 +350,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def _fingerprint(self) -> dict[str, Any]:
         """Everything that shapes the order, by the names that `load_state_dict` uses in its messages."""
-        spec = OrderSpec(partitions=0, **self._order)
+        spec = self._order
         found: dict[str, Any] = {
             "algorithm": ALGORITHM,
             "dataset": self.manifest.version,

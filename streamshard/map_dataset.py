@@ -252,7 +252,7 @@ class IndexSampler(Sampler[int]):
             check_scope(pending.scope, reader)
             self._epoch = pending.epoch
         check_divides(self.partitions, reader)
-        fresh = {p: PartitionState(0, False, (self._epoch, 0)) for p in range(self.partitions)}
+        fresh = {p: PartitionState(turn=0, done=False, cursor=(self._epoch, 0)) for p in range(self.partitions)}
         states = pending.partitions if pending is not None and pending.partitions else fresh
         done = {p for p, state in states.items() if state.done}
         turns = {p: state.turn for p, state in states.items()}

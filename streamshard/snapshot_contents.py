@@ -8,33 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from streamshard.errors import StateError, StreamshardError
 from streamshard.prefetch.source import Kept
 from streamshard.shard.compression import compress, decompress
 from streamshard.shard.records import Sample, pack, unpack
 
-_SIZE = 8  # bytes in front of the frame: the size of its content
+_SIZE = 8  # bytes of each of two sizes in front of the frame: of its content, and of the places in it
 
 
 def encode_contents(kept: Mapping[int, Sequence[Kept]]) -> bytes:
     """`kept` by partition, each in ascending (epoch, read): a map of places, then the packed samples."""
     places = []
     for p, samples in kept.items():
-        rows, last = [], {}
+        epochs: dict[int, list[int]] = {}
         for epoch, read, _ in samples:
-            rows.append([epoch, read - last.get(epoch, 0)])
-            last[epoch] = read
-        places.append([p, _by_epoch(rows)])
+            epochs.setdefault(epoch, []).append(read)
+        places.append([p, [[epoch, np.diff(reads, prepend=0).tolist()] for epoch, reads in epochs.items()]])
     packed = [sample.packed for samples in kept.values() for sample in samples]
-    plain = b"".join([pack(places), b"\xdd", len(packed).to_bytes(4, "big"), *packed])
-    return len(plain).to_bytes(_SIZE, "little") + len(pack(places)).to_bytes(_SIZE, "little") + compress(plain)
-
-
-def _by_epoch(rows: list[list[int]]) -> list[list[object]]:
-    grouped: dict[int, list[int]] = {}
-    for epoch, step in rows:
-        grouped.setdefault(epoch, []).append(step)
-    return [[epoch, steps] for epoch, steps in grouped.items()]
+    head = pack(places)
+    plain = b"".join([head, b"\xdd", len(packed).to_bytes(4, "big"), *packed])
+    return len(plain).to_bytes(_SIZE, "little") + len(head).to_bytes(_SIZE, "little") + compress(plain)
 
 
 def decode_contents(blob: bytes) -> dict[int, dict[tuple[int, int], Sample]]:

@@ -1,0 +1,1 @@
+"""Which data-parallel rank this process is."""

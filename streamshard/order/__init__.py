@@ -1,0 +1,1 @@
+"""Which ref comes next: pure arithmetic, no I/O."""

@@ -1,0 +1,1 @@
+"""Refs to samples, ahead of time."""

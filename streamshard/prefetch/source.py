@@ -62,7 +62,8 @@ class PartitionSource:
         keep: bool = False,
         contents: Contents | None = None,
     ) -> None:
-        self.epoch, self.k = cursor
+        self.epoch: int = cursor[0]
+        self.k: int = cursor[1]
         self._book = book
         self._ahead = ahead
         self._p = p
@@ -72,7 +73,7 @@ class PartitionSource:
         self._contents = contents or {}
         self._held: list[Any] = []
         self._current: tuple[int, int] = (-1, -1)
-        self._emitted_before = -self.k
+        self._emitted_before: int = -self.k
         self._emitted: deque[tuple[tuple[int, int], Kept]] = deque()
         self._started = False
         self.finished = False

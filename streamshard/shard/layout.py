@@ -149,7 +149,7 @@ def seek_table_bytes(blocks: int) -> int:
 
 
 def encode_seek_table(index_bytes: int, blocks: list[tuple[int, int, int, int]]) -> bytes:
-    """zstd's seekable format, version 0.1.0: one entry per frame, the leading index frame with content size 0."""
+    """Zstd's seekable format, version 0.1.0: one entry per frame, the leading index frame with content size 0."""
     entries = [(index_bytes, 0), *((compressed, plain) for _, compressed, plain, _ in blocks)]
     content = b"".join(_FRAME_HEADER.pack(*entry) for entry in entries)
     footer = struct.pack("<IBI", len(entries), 0, _SEEKABLE_MAGIC)

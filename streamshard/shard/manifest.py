@@ -9,6 +9,7 @@ the canonical JSON without the columns' data, followed by the raw columns; creat
 from __future__ import annotations
 
 import base64
+import builtins
 import hashlib
 import json
 import re
@@ -110,7 +111,7 @@ class Manifest:
             "columns": {name: getattr(self, name).dtype.str.replace("|", "<") for name in _COLUMNS},
         }
 
-    def encode(self, *, created: str) -> bytes:
+    def encode(self, *, created: str) -> builtins.bytes:
         """The bytes of ``manifest.json``; `created` is a timestamp for people, outside of the version."""
         data = {name: base64.b64encode(np.ascontiguousarray(getattr(self, name)).data).decode() for name in _COLUMNS}
         document = {**self._header(), "version": self.version, "created": created, "data": data}
@@ -146,7 +147,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
                 f"edited or damaged; restore it from {_versions_hint()}"
             )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, DataError):
+        if isinstance(error, DataError) and where in str(error):
             raise
         raise DataError(
             f"{where} lacks or garbles a part ({type(error).__name__}: {error}); restore it from {_versions_hint()}"

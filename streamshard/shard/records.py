@@ -73,6 +73,8 @@ def _default(value: object) -> object:
         return pack_array(value)
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, int):  # msgpack asks here first, and would call it unknown
+        raise OverflowError(f"{value} has more than 64 bits")
     raise UsageError(
         f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be stored; use str, int, float, "
         f"bool, None, bytes, a numpy array (tensor.numpy()), or lists and maps of these"

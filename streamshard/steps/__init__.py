@@ -1,0 +1,1 @@
+"""Samples to items, inside a partition."""

@@ -91,9 +91,11 @@ class _BatchedMapStage(Passing):
         super().__init__(upstream)
         self._step = step
         self._context = context
-        self._before, self._left = cursor
+        self._before: Cursor = cursor[0]
+        self._left: int = cursor[1]
         self._identities: list[tuple[int, ...]] = []
         self._refs: list[Ref] = []
+        self._generators: list[np.random.Generator] = []
 
     def cursor(self) -> Cursor:
         return self._before, self._left

@@ -93,6 +93,7 @@ def packaged_file(distribution: str, name: str) -> str:
 
 
 def free_port() -> int:
+    """A port that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])

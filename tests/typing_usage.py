@@ -1,0 +1,53 @@
+"""How users write it; checked by the type checker, never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+import streamshard as ss
+from streamshard.testing import assert_exact_resume
+
+
+def tokenize(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"tokens": np.frombuffer(sample["text"].encode(), np.uint8)}
+
+
+def noise(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {**sample, "noise": rng.normal()}
+
+
+def write(url: str) -> str:
+    with ss.DatasetWriter(url, length_field="tokens", metadata={"tokenizer": "bytes"}) as writer:
+        writer.write({"text": "hello", "tokens": np.zeros(3, np.uint16)})
+        print(writer.progress.samples)
+    return ss.open_manifest(url).version
+
+
+def read(url: str, state: dict[str, Any] | None) -> dict[str, Any]:
+    dataset = ss.StreamDataset(
+        url, ss.Map(tokenize), ss.Map(noise, rng=True), ss.Filter(bool), ss.FlatMap(lambda s: [s, s]), ss.Batch(8),
+        seed=17, shuffle_buffer=512, repeat=True, topology=ss.Topology(0, 4), snapshot="contents",
+    )  # fmt: skip
+    if state is not None:
+        dataset.load_state_dict(state, allow={"batch"})
+    for batch in dataset:
+        print(batch["tokens"])
+        break
+    merged: dict[str, Any] = ss.merge_states([dataset.state_dict()])
+    return merged
+
+
+def random_access(url: str) -> None:
+    samples = ss.MapDataset(url)
+    one: dict[str, Any] = samples[0]
+    many: list[dict[str, Any]] = samples[2:5]
+    print(one, many, len(samples))
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=4, sampler=samples.sampler(seed=1))
+    print(loader)
+
+
+def prove(url: str) -> int:
+    return assert_exact_resume(lambda: ss.StreamDataset(url), items=100).resumes
