@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zstandard
 
 import streamshard as ss
 from benchmarks.baseline import read_plain
 from benchmarks.corpora import plain_copy, token_dataset
+from benchmarks.report import save
 from streamshard.catalog import load_manifest
 from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.plan import plan_blocks, plan_units
@@ -74,9 +73,7 @@ def main() -> dict:
     for name in sides:
         print(f"{name:>12}: {statistics.median(r[name]['samples_per_s'] for r in rounds):12,.0f} samples/s "
               f"{statistics.median(r[name]['cpu_s'] for r in rounds):8.3f} s CPU")  # fmt: skip
-    Path(__file__).with_name("results").mkdir(exist_ok=True)
-    Path(__file__).with_name("results").joinpath("speed.json").write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    return save("speed", result)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ class PartitionSource:
 
     def _open(self, epoch: int, k: int) -> _PartitionReads:
         order, access = self._book.epoch(epoch)
-        return _PartitionReads(order.partition(self._p), access, self._ahead, k, self._tracked, self._contents)
+        part = order.partition(self._p)
+        return _PartitionReads(part, access, self._ahead, k, tracked=self._tracked, contents=self._contents)
 
     def cursor(self) -> Cursor:
         """(epoch, k) after the last sample that left."""
@@ -178,7 +179,7 @@ class _PartitionReads:
     """
 
     def __init__(
-        self, part: PartitionOrder, access: ShardAccess, ahead: ReadAhead, k: int, tracked: bool, contents: Contents
+        self, part: PartitionOrder, access: ShardAccess, ahead: ReadAhead, k: int, *, tracked: bool, contents: Contents
     ) -> None:
         self.buffer = ShuffleBuffer(part)
         self._part = part

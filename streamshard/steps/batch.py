@@ -61,7 +61,7 @@ class Batch:
         upstream: Cursor = cursor[0]
         return upstream
 
-    def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
+    def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:  # noqa: ARG002  (the protocol's)
         return _BatchStage(self, upstream, cursor)
 
 

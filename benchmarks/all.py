@@ -1,0 +1,15 @@
+"""Every benchmark, one after the other: ``make bench``."""
+
+from __future__ import annotations
+
+from benchmarks import displacement, first_batch, manifest, memory, speed
+
+
+def main() -> None:
+    for benchmark in (displacement, manifest, speed, first_batch, memory):
+        print(f"\n== {benchmark.__name__}")
+        benchmark.main()
+
+
+if __name__ == "__main__":
+    main()
