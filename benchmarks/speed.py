@@ -18,6 +18,9 @@ from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.plan import plan_blocks, plan_units
 from streamshard.storage.open import open_store
 
+PARTITIONS = (1, 16)
+BUFFERED = (512, 8192)  # samples in all buffers together: the default of one partition, and of sixteen
+
 
 def timed(work: Callable[[], int]) -> dict[str, float]:
     wall, cpu = time.perf_counter(), time.process_time()
@@ -48,31 +51,31 @@ def main() -> dict:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--buffer", type=int, default=8192, help="buffered samples in all partitions together")
     args = parser.parse_args()
     directory = token_dataset(args.documents)
     plain = plain_copy(directory)
-    sides: dict[str, Callable[[], int]] = {
-        "baseline": lambda: sum(1 for _ in read_plain(plain, args.buffer)),
-        "decompress": lambda: only_decompress(directory),
-    }
-    for parts in (1, 16):
-        dataset = ss.StreamDataset(directory, partitions=parts, shuffle_buffer=args.buffer // parts)
-        sides[f"P={parts}"] = lambda dataset=dataset: consume(dataset)
+    sides: dict[str, Callable[[], int]] = {"decompress": lambda: only_decompress(directory)}
+    for total in BUFFERED:
+        sides[f"baseline, {total} buffered"] = lambda total=total: sum(1 for _ in read_plain(plain, total))
+        for parts in PARTITIONS:
+            dataset = ss.StreamDataset(directory, partitions=parts, shuffle_buffer=total // parts)
+            sides[f"P={parts}, {total} buffered"] = lambda dataset=dataset: consume(dataset)
     rounds = [{name: timed(work) for name, work in sides.items()} for _ in range(args.rounds + 1)][1:]
-    result = {"rounds": rounds}
-    for parts in (1, 16):
-        ratio = [r[f"P={parts}"]["samples_per_s"] / r["baseline"]["samples_per_s"] for r in rounds]
-        cpu = [r[f"P={parts}"]["cpu_s"] / r["decompress"]["cpu_s"] for r in rounds]
-        result[f"P={parts}"] = {
-            "speed_vs_baseline": statistics.median(ratio),
-            "cpu_vs_decompress": statistics.median(cpu),
-        }
-        print(f"P={parts}: {statistics.median(ratio):.2f} x the baseline's samples/s, "
-              f"{statistics.median(cpu):.2f} x the CPU of decompression alone")  # fmt: skip
+    result: dict = {"rounds": rounds, "rows": {}}
     for name in sides:
-        print(f"{name:>12}: {statistics.median(r[name]['samples_per_s'] for r in rounds):12,.0f} samples/s "
-              f"{statistics.median(r[name]['cpu_s'] for r in rounds):8.3f} s CPU")  # fmt: skip
+        base = f"baseline, {name.partition(', ')[2]}"
+        row = {
+            "samples_per_s": statistics.median(r[name]["samples_per_s"] for r in rounds),
+            "cpu_us_a_sample": statistics.median(r[name]["cpu_s"] for r in rounds) / args.documents * 1e6,
+            "cpu_vs_decompress": statistics.median(r[name]["cpu_s"] / r["decompress"]["cpu_s"] for r in rounds),
+        }
+        if base in sides:
+            row["speed_vs_baseline"] = statistics.median(
+                r[name]["samples_per_s"] / r[base]["samples_per_s"] for r in rounds
+            )
+        result["rows"][name] = row
+        print(f"{name:26} {row['samples_per_s']:10,.0f} samples/s {row['cpu_us_a_sample']:6.2f} us CPU a sample, "
+              f"{row['cpu_vs_decompress']:.2f} x decompression, {row.get('speed_vs_baseline', 0):.2f} x the baseline's speed")  # fmt: skip
     return save("speed", result)
 
 

@@ -77,8 +77,7 @@ class StripeStream:
         self._units = plan_units(plan_blocks(segments, access.index), lambda: self._limit)
         self._unit: Future[list[tuple[BlockPiece, memoryview]]] | None = None
         self._fetched: deque[tuple[BlockPiece, memoryview]] = deque()
-        self._rows: list[Any] = []
-        self._at = 0
+        self._rows: list[Any] = []  # of the current block, the next one last
 
     def request(self) -> None:
         """Ask for the next unit unless one is in flight."""
@@ -92,20 +91,26 @@ class StripeStream:
         return [] if unit is None else list(zip(unit, self._access.fetch(unit), strict=True))
 
     def take(self, count: int) -> list[Any]:
-        """The next `count` samples; with `refs`, (sample, shard, row) tuples. The caller knows that they exist."""
-        rows = self._rows[self._at : self._at + count]
-        self._at += count
-        while len(rows) < count:
+        """The next `count` samples; with `refs`, (sample, shard, row) tuples. The caller knows that they exist.
+
+        They leave the block's list: a sample that waits in a shuffle buffer keeps itself alive and not its block, and one
+        that has been used is freed while it is still in the processor's cache.
+        """
+        while len(self._rows) < count:
+            earlier = self._rows
             self._next_block()
-            self._at = count - len(rows)
-            rows += self._rows[: self._at]
-        return rows
+            self._rows += earlier
+        taken = self._rows[-count:] if count else []
+        del self._rows[len(self._rows) - count :]
+        taken.reverse()
+        return taken
 
     def _next_block(self) -> None:
         if not self._fetched:
             self._receive()
         piece, frame = self._fetched.popleft()
         self._rows = self._deliver(piece, self._access.decode(piece, frame, self._ahead.buffer))
+        self._rows.reverse()
 
     def _receive(self) -> None:
         """Take the unit that was requested, waiting for it if need be, and ask for the one after it."""
