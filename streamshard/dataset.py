@@ -21,7 +21,7 @@ from streamshard.errors import StateError, UsageError
 from streamshard.iteration import Book, Iteration
 from streamshard.order.cursor import innermost
 from streamshard.order.partition import ALGORITHM, OrderSpec
-from streamshard.order.rotation import Reader, check_divides, owned, resolve_partitions
+from streamshard.order.rotation import Reader, check_divides, owned, raggedness, resolve_partitions
 from streamshard.prefetch.access import ShardAccess
 from streamshard.shard.manifest import Manifest
 from streamshard.snapshot_contents import decode_contents
@@ -188,6 +188,7 @@ class StreamDataset(IterableDataset[Any]):
         pending, self._pending = self._pending, None
         if pending is not None:
             check_scope(pending.scope, reader)
+            self._report_ragged(pending)
         elif self._iteration is not None and not self._iteration.exhausted and not self._repeat_at_start():
             _logger.warning(
                 "a new iteration begins while the last one was left in the middle: it starts at the beginning of epoch %d "
@@ -206,6 +207,18 @@ class StreamDataset(IterableDataset[Any]):
             self._shared[0] = snapshot.epoch
         self._iteration = self._open_iteration(snapshot, reader)
         return self._iteration
+
+    def _report_ragged(self, pending: Snapshot) -> None:
+        turns = {p: state.turn for p, state in pending.partitions.items()}
+        done = {p for p, state in pending.partitions.items() if state.done}
+        ahead = raggedness(turns, done, self._partitions or 1) if pending.scope == "full" else 0
+        if ahead:
+            _logger.warning(
+                "the state is ragged: some partitions are ahead of the others, by %d items in all (ranks were saved at "
+                "different steps). Nothing is lost or repeated; until the others have caught up the order differs from that "
+                "of an uninterrupted run",
+                ahead,
+            )
 
     def _repeat_at_start(self) -> bool:
         assert self._iteration is not None  # asked only about a former iteration

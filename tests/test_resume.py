@@ -328,13 +328,15 @@ def test_with_filters_the_set_is_the_same_and_each_rank_is_in_slot_order(dataset
         assert places == sorted(places)
 
 
-def test_ragged_states_still_resume_exactly_once(dataset_203):
+def test_ragged_states_still_resume_exactly_once_and_say_how_ragged_they_are(dataset_203, caplog):
     options = {"partitions": 12, "shuffle_buffer": 7}
     lives = [read_rank(dataset_203, rank, 4, count=count, **options) for rank, count in enumerate([5, 17, 1, 30])]
     state = ss.merge_states([state for _, state in lives])
     rest = [item for rank in range(6) for item in read_rank(dataset_203, rank, 6, state, **options)[0]]
     got = [item["id"] for items, _ in lives for item in items] + [item["id"] for item in rest]
     assert sorted(got) == list(range(203))
+    # Ranks hold 3 partitions each; rank 2 stands at slot 2 + 4 x 1, the others are ahead of it by 5 - 2, 17 - 2 and 30 - 1.
+    assert "ragged: some partitions are ahead of the others, by 47 items" in caplog.text
 
 
 def test_successive_resumes_at_other_numbers_of_ranks_lose_and_repeat_nothing(dataset_203):

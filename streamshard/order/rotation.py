@@ -95,6 +95,17 @@ def carrier(p: int, reader: Reader) -> tuple[int, int]:
     return p % reader.ranks, (p // reader.ranks) % reader.workers
 
 
+def raggedness(turns: Mapping[int, int], done: Collection[int], parts: int) -> int:
+    """By how many items live partitions are ahead of the least slot: 0 at an aligned moment.
+
+    Ranks saved at different steps give a ragged state. It resumes exactly once; the partitions that are ahead wait for the
+    others, so the order differs from an uninterrupted run's until they have caught up.
+    """
+    live = {p: turn for p, turn in turns.items() if p not in done}
+    least = min((turn * parts + p for p, turn in live.items()), default=0)
+    return sum(turn + (p - least) // parts for p, turn in live.items())
+
+
 def rotate(runs: Collection[Turning]) -> Iterator[Any]:
     """Items of `runs` in slot order until all are exhausted.
 
