@@ -34,7 +34,7 @@ from streamshard.state import (
     decode_state,
     scope_name,
 )
-from streamshard.steps.pipeline import batch_fingerprint, check_steps, start_cursor, steps_fingerprint
+from streamshard.steps.pipeline import batch_fingerprint, check_steps, start_cursor, steps_fingerprint, wants_refs
 from streamshard.steps.step import Step, StepContext
 from streamshard.storage.open import open_store
 
@@ -203,8 +203,10 @@ class StreamDataset(IterableDataset[Any]):
         if get_worker_info() is not None:
             self._shared[1] = 1
             self._epoch_floor = max(self._epoch_floor, snapshot.epoch if pending is not None else 0)
-        elif not self._repeat:
-            self._shared[0] = snapshot.epoch
+        else:
+            self._shared[1] = 0  # the state is this process's own again
+            if not self._repeat:
+                self._shared[0] = snapshot.epoch
         self._iteration = self._open_iteration(snapshot, reader)
         return self._iteration
 
@@ -255,12 +257,11 @@ class StreamDataset(IterableDataset[Any]):
         return Iteration(
             Book(spec, self._timeline()),
             self.steps,
-            StepContext(self._order.seed, self._partitions, 0),
+            StepContext(self._order.seed, self._partitions, refs=wants_refs(self.steps), provenance=self._provenance),
             {p: states[p] for p in live},
             {p: states[p] for p in carried},
             budget=self._budget,
             interleave=spec.interleave,
-            provenance=self._provenance,
             keep=self._snapshot == "contents",
             contents=self._contents(snapshot, set(live)),
         )

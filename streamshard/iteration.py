@@ -16,7 +16,7 @@ from streamshard.prefetch.scheduler import ReadAhead
 from streamshard.prefetch.source import PartitionSource
 from streamshard.snapshot_contents import encode_contents
 from streamshard.state import PartitionState
-from streamshard.steps.pipeline import open_stages, wants_refs
+from streamshard.steps.pipeline import open_stages
 from streamshard.steps.step import Stage, Step, StepContext
 
 _logger = logging.getLogger("streamshard")
@@ -123,7 +123,6 @@ class Iteration:
         *,
         budget: int,
         interleave: int,
-        provenance: bool,
         keep: bool,
         contents: Mapping[int, Mapping[tuple[int, int], Any]],
     ) -> None:
@@ -135,7 +134,7 @@ class Iteration:
         for p, state in live.items():
             source = PartitionSource(
                 book, self._ahead, p, innermost(state.cursor),
-                tracked=wants_refs(steps), provenance=provenance, keep=keep, contents=contents.get(p),
+                tracked=context.refs, provenance=context.provenance, keep=keep, contents=contents.get(p),
             )  # fmt: skip
             if not steps:
                 self.runs.append(PlainRun(p, state, source, keep=keep))

@@ -164,6 +164,14 @@ def merge_states(states: Sequence[State]) -> State:
                     f"state {number} ({snapshot.scope}) has partition {p} at {part.encode()}, another state at "
                     f"{partitions[p].encode()}; merge states of one save only"
                 )
+    unstarted = [number for number, snapshot in enumerate(snapshots) if not snapshot.partitions]
+    if len(unstarted) == len(snapshots):
+        return first.encode()
+    if unstarted:
+        raise StateError(
+            f"states {unstarted} were saved before their first item and the others after it: which partitions these ranks "
+            f"would have taken is not in them; save on all ranks after the first item, or on all before it"
+        )
     total = first.fingerprint["partitions"]
     if total is not None and len(partitions) < total:
         absent = sorted(set(range(total)) - set(partitions))

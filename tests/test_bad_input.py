@@ -480,6 +480,11 @@ def test_states_that_do_not_merge(directory):
     with pytest.raises(ss.StateError) as error:
         ss.merge_states([states[0], state_of(directory, seed=4, topology=ss.Topology(1, 2))])
     check(error, ss.StateError, "seed=0", "seed=4", "pass seed=0")
+    fresh = [ss.StreamDataset(str(directory), partitions=4, topology=ss.Topology(r, 2)).state_dict() for r in range(2)]
+    assert ss.merge_states(fresh)["scope"] == "full"
+    with pytest.raises(ss.StateError) as error:
+        ss.merge_states([states[0], fresh[1]])
+    check(error, ss.StateError, "states [1]", "before their first item", "on all ranks after the first item")
     with pytest.raises(ss.StateError, match="got no state"):
         ss.merge_states([])
 

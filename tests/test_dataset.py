@@ -51,10 +51,28 @@ def test_provenance_names_shard_and_row_of_every_sample(dataset_203):
 
 
 def test_provenance_reaches_batches_as_a_list(dataset_203):
-    strip = ss.Map(lambda item: {"id": item["id"], "__ref__": item["__ref__"]})
-    batch = next(iter(ss.StreamDataset(dataset_203, strip, ss.Batch(5), provenance=True)))
+    batch = next(iter(ss.StreamDataset(dataset_203, ss.Map(only_id), ss.Batch(5), provenance=True)))
     assert all(isinstance(ref, ss.Ref) for ref in batch["__ref__"])
     assert len(batch["__ref__"]) == 5
+
+
+@pytest.mark.parametrize(
+    "step",
+    [ss.Map(only_id), ss.Map(lambda items: [*map(only_id, items)], batch=3), ss.FlatMap(lambda item: [only_id(item)])],
+)
+def test_a_function_that_makes_new_samples_does_not_lose_their_provenance(dataset_203, step):
+    expected = {item["id"]: item["__ref__"] for item in ss.StreamDataset(dataset_203, provenance=True)}
+    assert {item["id"]: item["__ref__"] for item in ss.StreamDataset(dataset_203, step, provenance=True)} == expected
+
+
+def test_noise_after_a_batched_map_is_that_of_each_sample(dataset_203):
+    alone = {
+        item["id"]: item["noise"] for item in ss.StreamDataset(dataset_203, ss.Map(only_id), ss.Map(noisy, rng=True))
+    }
+    group = ss.Map(lambda items: [*map(only_id, items)], batch=5)
+    after = {item["id"]: item["noise"] for item in ss.StreamDataset(dataset_203, group, ss.Map(noisy, rng=True))}
+    assert alone == after
+    assert len(set(alone.values())) == 203
 
 
 def test_noise_depends_on_the_sample_and_the_epoch_and_not_on_who_reads(dataset_203):

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 Cursor = tuple[Any, ...]
 
+REF_FIELD = "__ref__"  # where provenance=True puts a sample's Ref
+
 
 class Ref(NamedTuple):
     """The identity of a stored sample: source name ("" for a plain dataset), shard number, row in the shard."""

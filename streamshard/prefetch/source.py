@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from streamshard.order.cursor import Cursor, Ref
+from streamshard.order.cursor import REF_FIELD, Cursor, Ref
 from streamshard.order.partition import EpochOrder, PartitionOrder
 from streamshard.order.shuffle import ShuffleBuffer
 from streamshard.prefetch.access import ShardAccess
@@ -21,7 +21,6 @@ from streamshard.prefetch.plan import Segment
 from streamshard.prefetch.scheduler import ReadAhead
 from streamshard.shard.records import Sample, pack_sample
 
-REF_FIELD = "__ref__"
 _DRAWS = 1024  # draws per vectorised call
 
 Contents = Mapping[tuple[int, int], Sample]  # (epoch, read) -> sample as stored

@@ -10,7 +10,7 @@ from zlib import crc32
 from streamshard.errors import StateError, UsageError
 from streamshard.order.cursor import Cursor
 from streamshard.steps.filter import Starvation
-from streamshard.steps.step import Passing, Stage, StepContext, check_callable, function_name
+from streamshard.steps.step import Passing, Stage, StepContext, check_callable, function_name, keep_ref
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class _FlatMapStage(Passing):
         self._before, self._left, self._checksum, self._dropped = cursor
         self._starvation = Starvation(step.label, context.partitions)
         self._identity: tuple[int, ...] = ()
+        self._provenance = context.provenance
 
     def cursor(self) -> Cursor:
         return self._before, self._left, self._checksum, self._dropped
@@ -102,7 +103,7 @@ class _FlatMapStage(Passing):
                     f"{self._step.label} returned a {type(outputs).__name__}; it must return a list of items "
                     f"(use Map for one item)"
                 )
-            return list(outputs)
+            return [keep_ref(item, output) for output in outputs] if self._provenance else list(outputs)
         except Exception as error:
             self.blame(error, self._step.label)
             raise

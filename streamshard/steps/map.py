@@ -12,7 +12,7 @@ import numpy as np
 from streamshard.errors import DataError, UsageError
 from streamshard.order.cursor import Cursor, Ref
 from streamshard.order.random import stream_key
-from streamshard.steps.step import Passing, Stage, StepContext, check_callable, function_name
+from streamshard.steps.step import Passing, Stage, StepContext, check_callable, function_name, keep_ref
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class _MapStage(Passing):
 
     def __iter__(self) -> Iterator[Any]:
         function, upstream = self._step.function, self._upstream
-        rng = self._step.rng
+        rng, provenance = self._step.rng, self._context.provenance
         for item in upstream:
             try:
                 mapped = function(item, generator(upstream, self._context)) if rng else function(item)
             except Exception as error:
                 self.blame(error, self._step.label)
                 raise
-            yield mapped
+            yield keep_ref(item, mapped) if provenance else mapped
 
 
 class _BatchedMapStage(Passing):
@@ -124,8 +124,9 @@ class _BatchedMapStage(Passing):
         self._identities, self._refs, self._generators = [], [], []
         for item in upstream:
             self._identities.append(self._upstream.identity())
-            if self._step.rng:
+            if self._context.refs:
                 self._refs.append(self._upstream.ref())
+            if self._step.rng:
                 self._generators.append(generator(self._upstream, self._context))
             yield item
 
@@ -141,7 +142,7 @@ class _BatchedMapStage(Passing):
                 f"{self._step.label} got {len(group)} items and returned {got}; with batch=n it must return a list of as "
                 f"many (use FlatMap to change the number)"
             )
-        return outputs
+        return [*map(keep_ref, group, outputs)] if self._context.provenance else outputs
 
 
 def generator(upstream: Stage, context: StepContext) -> np.random.Generator:

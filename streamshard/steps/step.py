@@ -12,16 +12,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from streamshard.errors import UsageError
-from streamshard.order.cursor import Cursor, Ref
+from streamshard.order.cursor import REF_FIELD, Cursor, Ref
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a stage may know of its surroundings. `place` is the step's position in the pipeline, from 0."""
+    """What a stage may know of its surroundings.
+
+    `place` is the step's position in the pipeline, from 0; `refs` says that refs of single items will be asked for,
+    `provenance` that samples carry theirs in a field.
+    """
 
     seed: int
     partitions: int
-    place: int
+    place: int = 0
+    refs: bool = False
+    provenance: bool = False
 
 
 class Stage(Protocol):
@@ -86,6 +92,13 @@ class Passing:
         ref = self._upstream.ref()
         source = f"source {ref.source!r}, " if ref.source else ""
         error.add_note(f"in {label} at {source}shard {ref.shard}, row {ref.row}")
+
+
+def keep_ref(item: Any, output: Any) -> Any:
+    """`output` of a user's function with the ref that `item` carries: a new dictionary must not lose its provenance."""
+    if isinstance(output, dict) and isinstance(item, dict) and REF_FIELD in item:
+        output.setdefault(REF_FIELD, item[REF_FIELD])
+    return output
 
 
 def function_name(function: Callable[..., Any]) -> str:
