@@ -185,7 +185,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def _begin(self) -> Iteration:
         reader = self._reader = self._current_reader()
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None:
             check_scope(pending.scope, reader)
             self._report_ragged(pending)
@@ -198,7 +198,10 @@ class StreamDataset(IterableDataset[Any]):
         if pending is None and self._advance:
             self._shared[0] = self.epoch + 1
             self._advance = False
-        snapshot = self._start_snapshot(reader) if pending is None or not pending.partitions else pending
+        if pending is None or not pending.partitions:
+            snapshot = self._start_snapshot(reader, self.epoch if pending is None else pending.epoch)
+        else:
+            snapshot = pending
         self._iteration_epoch = snapshot.epoch
         if get_worker_info() is not None:
             self._shared[1] = 1
@@ -208,6 +211,7 @@ class StreamDataset(IterableDataset[Any]):
             if not self._repeat:
                 self._shared[0] = snapshot.epoch
         self._iteration = self._open_iteration(snapshot, reader)
+        self._pending = None  # consumed only now: a state that was refused is refused again
         return self._iteration
 
     def _report_ragged(self, pending: Snapshot) -> None:
@@ -239,13 +243,13 @@ class StreamDataset(IterableDataset[Any]):
             return Reader(topology.rank, topology.size)
         return Reader(topology.rank, topology.size, worker.id, worker.num_workers)
 
-    def _start_snapshot(self, reader: Reader) -> Snapshot:
-        """The state at the beginning of the current epoch."""
+    def _start_snapshot(self, reader: Reader, epoch: int) -> Snapshot:
+        """The state at the beginning of `epoch`."""
         if self._partitions is None:
             self._partitions = resolve_partitions(self._asked_partitions, reader, shuffle=self._order.shuffle)
-        begin = start_cursor(self.steps, (self.epoch, 0))
+        begin = start_cursor(self.steps, (epoch, 0))
         fresh = {p: PartitionState(turn=0, done=False, cursor=begin) for p in range(self._partitions)}
-        return Snapshot("full", {}, self.epoch, fresh)
+        return Snapshot("full", {}, epoch, fresh)
 
     def _open_iteration(self, snapshot: Snapshot, reader: Reader) -> Iteration:
         assert self._partitions is not None  # resolved by _start_snapshot or by the state

@@ -446,6 +446,8 @@ def test_a_state_of_another_scope(directory):
     with pytest.raises(ss.StateError) as error:
         next(iter(dataset))
     check(error, ss.StateError, "rank 1/2", "rank 0/2", "merge_states(states)")
+    with pytest.raises(ss.StateError):  # and not, at the second try, an epoch from its beginning
+        next(iter(dataset))
 
 
 @pytest.mark.parametrize("state", [None, {}, [], {"model": 1}, {"format": 99}])

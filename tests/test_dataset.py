@@ -191,6 +191,17 @@ def test_with_repeat_set_epoch_chooses_the_first_epoch(dataset_203):
     assert ids(itertools.islice(iter(again), 100)) == late  # ... and reproducible
 
 
+def test_a_state_from_before_the_first_item_remembers_its_epoch(dataset_203):
+    for repeat in (False, True):
+        dataset = ss.StreamDataset(dataset_203, partitions=4, repeat=repeat)
+        dataset.set_epoch(3)
+        state = dataset.state_dict()
+        expected = ids(itertools.islice(iter(dataset), 50))
+        resumed = ss.StreamDataset(dataset_203, partitions=4, repeat=repeat)
+        resumed.load_state_dict(state)
+        assert ids(itertools.islice(iter(resumed), 50)) == expected
+
+
 def test_starting_over_in_the_middle_is_said(dataset_203, caplog):
     dataset = ss.StreamDataset(dataset_203, partitions=4)
     iterator = iter(dataset)
