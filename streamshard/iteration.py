@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from streamshard.order.cursor import innermost
@@ -68,7 +68,7 @@ class PartitionRun:
         self._keep = keep
         self.items = self._items()
 
-    def _items(self) -> Iterator[Any]:
+    def _items(self) -> Generator[Any, None, None]:
         stage = self.stage
         for item in stage:
             self.cursor = stage.cursor()
@@ -93,7 +93,7 @@ class PlainRun:
         self._first_turn = state.turn
         self.items = self._forgetting() if keep else iter(source)
 
-    def _forgetting(self) -> Iterator[Any]:
+    def _forgetting(self) -> Generator[Any, None, None]:
         for item in self.source:
             self.source.forget((self.source.epoch, self.source.k))
             yield item
@@ -153,8 +153,11 @@ class Iteration:
         self._ahead.begin_speculation()
 
     def close(self) -> None:
-        """End the reading threads; the state stays readable."""
+        """End the reading threads and let go of what was read ahead; the state stays readable."""
         self._ahead.close()
+        for run in self.runs:
+            run.source.close()
+            run.items.close()  # a run and its generator refer to each other: waiting for the collector would hold blocks
 
     def partitions(self) -> dict[int, PartitionState]:
         """Where every held partition stands."""

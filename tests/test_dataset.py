@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import msgpack
 import numpy as np
@@ -20,6 +21,7 @@ import zstandard
 from torch.utils.data import DataLoader
 
 import streamshard as ss
+from streamshard.prefetch.scheduler import StripeStream
 from streamshard.shard.records import pack_sample
 from streamshard.steps.tensors import collate
 from tests.conftest import sample, write_dataset
@@ -389,6 +391,28 @@ def test_abandoned_iterators_leave_no_thread(dataset_1000):
     while any(t.name.startswith("streamshard") for t in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)  # the threads end by themselves; this waits for an event that has no handle
     assert not [t.name for t in threading.enumerate() if t.name.startswith("streamshard")]
+
+
+def test_an_abandoned_iterator_lets_go_of_what_was_read_ahead_without_the_collector(dataset_1000):
+    gc.collect()
+    gc.disable()
+    try:
+        dataset = ss.StreamDataset(dataset_1000, partitions=4)
+        iterator = iter(dataset)
+        next(iterator)
+        streams = [weakref.ref(stream) for stream in _streams()]
+        assert streams
+        del iterator
+        deadline = time.monotonic() + 10
+        while any(ref() is not None for ref in streams) and time.monotonic() < deadline:
+            time.sleep(0.01)  # a request in flight still knows its stream
+        assert not [ref for ref in streams if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def _streams():
+    return [found for found in gc.get_objects() if isinstance(found, StripeStream)]
 
 
 def test_a_commit_during_a_run_changes_nothing(tmp_path):

@@ -60,6 +60,16 @@ class ReadAhead:
     def close(self) -> None:
         """Forget what has not started. Requests in flight end by themselves and are dropped."""
         self._fetchers.shutdown(wait=False, cancel_futures=True)
+        self._streams.clear()
+
+
+class _Limit:
+    """How many bytes the next unit may have; apart from the stream, so that stream and plan do not refer to each other."""
+
+    bytes = 0
+
+    def __call__(self) -> int:
+        return self.bytes
 
 
 class StripeStream:
@@ -73,8 +83,8 @@ class StripeStream:
         self._ahead = ahead
         self._access = access
         self._refs = refs
-        self._limit = 0
-        self._units = plan_units(plan_blocks(segments, access.index), lambda: self._limit)
+        self._limit = _Limit()
+        self._units = plan_units(plan_blocks(segments, access.index), self._limit)
         self._unit: Future[list[tuple[BlockPiece, memoryview]]] | None = None
         self._fetched: deque[tuple[BlockPiece, memoryview]] = deque()
         self._rows: list[Any] = []  # of the current block, the next one last
@@ -87,7 +97,7 @@ class StripeStream:
     def _fetch(self) -> list[tuple[BlockPiece, memoryview]]:
         unit = next(self._units, None)
         if self._ahead.speculative:
-            self._limit = min(self._ahead.unit_limit, max(_FIRST_UNIT, 2 * self._limit))
+            self._limit.bytes = min(self._ahead.unit_limit, max(_FIRST_UNIT, 2 * self._limit.bytes))
         return [] if unit is None else list(zip(unit, self._access.fetch(unit), strict=True))
 
     def take(self, count: int) -> list[Any]:

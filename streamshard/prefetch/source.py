@@ -7,7 +7,7 @@ or per thousand draws is done there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -82,6 +82,10 @@ class PartitionSource:
         """Request the first blocks now, so that the partitions of a process wait for the store together."""
         self._opened = self._open(self.epoch, self.k)
 
+    def close(self) -> None:
+        """Let go of what was requested and not begun."""
+        self._opened = None
+
     def _open(self, epoch: int, k: int) -> _PartitionReads:
         order, access = self._book.epoch(epoch)
         part = order.partition(self._p)
@@ -108,10 +112,10 @@ class PartitionSource:
         shard, row = part.refs(ShuffleBuffer(part).emissions(self.k - 1, self.k))
         return Ref("", int(shard[0]), int(row[0]))
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Generator[Sample, None, None]:
         return self._tracked_samples() if self._tracked else self._epochs()
 
-    def _epochs(self) -> Iterator[Any]:
+    def _epochs(self) -> Generator[Any, None, None]:
         """All that is left, epoch after epoch if they repeat. `k` counts a sample just before it leaves."""
         opened = self._opened or self._open(self.epoch, self.k)
         self._opened, self._started = None, True
@@ -149,7 +153,7 @@ class PartitionSource:
         """Samples that have left since this source was made."""
         return self._emitted_before + self.k
 
-    def _tracked_samples(self) -> Iterator[Sample]:
+    def _tracked_samples(self) -> Generator[Sample, None, None]:
         for read, (sample, shard, row) in self._epochs():
             self._current = shard, row
             if self._keep:
@@ -192,18 +196,9 @@ class _PartitionReads:
         stripes, offsets = part.locate(wanted)
         self._wanted = [wanted[stripes == i] for i in range(len(part.stripe_sizes))]
         self._streams = [
-            ahead.stream(access, self._segments(i, offsets[stripes == i].tolist(), done), refs=tracked)
+            ahead.stream(access, _segments(part, i, offsets[stripes == i].tolist(), done), refs=tracked)
             for i, done in enumerate(part.progress(self._resume))
         ]
-
-    def _segments(self, stripe: int, offsets: list[int], done: int) -> Iterator[Segment]:
-        """Rows of a stripe: those the buffer still needs, then everything from `done` on."""
-        part = self._part
-        start = part.stripe_starts[stripe]
-        ranges = [(offset, offset + 1) for offset in offsets if offset < done]
-        ranges.append((done, part.stripe_sizes[stripe]))
-        for first, last in _joined(ranges):
-            yield from part.epoch.segments(start + first, start + last)
 
     def fill(self) -> list[Any]:
         """The buffer at the start, by slot (None where one has left)."""
@@ -232,6 +227,15 @@ class _PartitionReads:
             shards, rows = self._part.refs(np.array(reads, dtype=np.int64))
             for read, shard, row in zip(reads, shards.tolist(), rows.tolist(), strict=True):
                 yield read, (read, (self._known[read], shard, row))
+
+
+def _segments(part: PartitionOrder, stripe: int, offsets: list[int], done: int) -> Iterator[Segment]:
+    """Rows of a stripe: those the buffer still needs, then everything from `done` on."""
+    start = part.stripe_starts[stripe]
+    ranges = [(offset, offset + 1) for offset in offsets if offset < done]
+    ranges.append((done, part.stripe_sizes[stripe]))
+    for first, last in _joined(ranges):
+        yield from part.epoch.segments(start + first, start + last)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
