@@ -39,6 +39,10 @@ def load_manifest(store: Store, version: str | None = None) -> Manifest:
             kind="missing",
         ) from error
     manifest = decode_manifest(data, where=where)
+    if version is not None and manifest.version != version:
+        raise DataError(
+            f"{where} holds version {manifest.version}; restore the file, or start a run with the current version"
+        )
     if manifest.total_samples == 0:
         raise DataError(f"{where} lists {len(manifest)} shards with 0 samples; write samples before reading")
     return manifest

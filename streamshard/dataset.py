@@ -8,6 +8,7 @@ docs/state.md.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,11 @@ from streamshard.steps.step import Step, StepContext
 from streamshard.storage.open import open_store
 
 _logger = logging.getLogger("streamshard")
+
+# Places of the tensor that a dataset shares with its copies in DataLoader workers.
+_EPOCH = 0  # what the next iteration reads; workers read it, and write it only with a state that they were given
+_WORKERS_READ = 1  # whether workers have begun to read: from then on only they know where they are
+_CONSUMED_BY = 2  # the pass of the DataLoader whose workers have used the loaded state; 0: none yet
 
 
 class StreamDataset(IterableDataset[Any]):
@@ -113,10 +119,10 @@ class StreamDataset(IterableDataset[Any]):
         self._iteration: Iteration | None = None
         self._reader = Reader()
         self._iteration_epoch = 0
-        self._epoch_floor = 0  # in a worker: epochs before it have been read by this process
-        self._advance = False  # the epoch was exhausted in this process and set_epoch has not been called since
-        # Shared with DataLoader workers, however they are started: [epoch, whether workers have begun to read].
-        self._shared = torch.zeros(2, dtype=torch.int64)
+        self._iteration_pid = os.getpid()
+        self._told_epoch = False
+        # Shared with DataLoader workers, however they are started: see the names of the places below.
+        self._shared = torch.zeros(3, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]  # torch
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +143,7 @@ class StreamDataset(IterableDataset[Any]):
     @property
     def epoch(self) -> int:
         """The epoch that the next iteration without a loaded state reads (``repeat=True``: begins with)."""
-        return max(int(self._shared[0]), self._epoch_floor)
+        return int(self._shared[_EPOCH])
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; reaches DataLoader workers, persistent ones too.
@@ -147,22 +153,29 @@ class StreamDataset(IterableDataset[Any]):
         """
         if not isinstance(epoch, int) or epoch < 0:
             raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
-        if self._repeat and (self._iteration is not None or self._pending is not None):
-            _logger.info("set_epoch(%d) has no effect: with repeat=True epochs follow one another by themselves", epoch)
+        workers_read = bool(self._shared[_WORKERS_READ])
+        if self._pending is not None and workers_read:
+            self._pending = None  # this process's copy: the workers have consumed theirs
+        if self._repeat and (self._current_iteration() is not None or self._pending is not None or workers_read):
+            if not self._told_epoch:
+                _logger.info("set_epoch(%d) has no effect: with repeat=True epochs follow one another", epoch)
+            self._told_epoch = True
             return
         if self._pending is not None and epoch != self._pending.epoch:
             raise UsageError(
                 f"set_epoch({epoch}) contradicts the loaded state, which is in epoch {self._pending.epoch}; iterate first, "
                 f"or call set_epoch({self._pending.epoch})"
             )
-        self._shared[0] = epoch
-        self._shared[1] = 0
-        self._advance = False
-        self._epoch_floor = 0
+        self._shared[_EPOCH] = epoch
 
     def counters(self) -> dict[str, int]:
         """What steps have dropped so far in this process's partitions, by step."""
-        return self._iteration.counters() if self._iteration is not None else {}
+        iteration = self._current_iteration()
+        return iteration.counters() if iteration is not None else {}
+
+    def _current_iteration(self) -> Iteration | None:
+        """The newest iteration of this process; a forked worker also holds its parent's, which is none of its business."""
+        return self._iteration if self._iteration_pid == os.getpid() else None
 
     # ------------------------------------------------------------------------------------------------ iteration
 
@@ -180,39 +193,49 @@ class StreamDataset(IterableDataset[Any]):
             iteration.exhausted = True
         finally:
             iteration.close()
-            if iteration is self._iteration and iteration.exhausted:
-                self._exhaust()
+            if iteration is self._iteration and iteration.exhausted and get_worker_info() is None:
+                self._shared[_EPOCH] = self._iteration_epoch + 1  # workers only read it: one may end before the others
 
     def _begin(self) -> Iteration:
-        reader = self._reader = self._current_reader()
-        pending = self._pending
+        """A new iteration. Nothing is changed before it stands, so that a start that fails can be tried again."""
+        reader = self._current_reader()
+        pending = self._pending_of(get_worker_info())
         if pending is not None:
             check_scope(pending.scope, reader)
             self._report_ragged(pending)
-        elif self._iteration is not None and not self._iteration.exhausted and not self._repeat_at_start():
+        else:
+            self._warn_if_left_in_the_middle()
+        epoch = pending.epoch if pending is not None else self.epoch
+        begun = pending is not None and pending.partitions
+        snapshot = pending if pending is not None and begun else self._start_snapshot(reader, epoch)
+        iteration = self._open_iteration(snapshot, reader)
+        worker = get_worker_info()
+        self._shared[_WORKERS_READ] = int(worker is not None)
+        if worker is None and not self._repeat:
+            self._shared[_EPOCH] = epoch
+        elif worker is not None and pending is not None:
+            self._shared[_CONSUMED_BY] = _loader_round(worker)
+        self._iteration, self._iteration_pid = iteration, os.getpid()
+        self._reader, self._iteration_epoch = reader, epoch
+        self._pending = None
+        return iteration
+
+    def _pending_of(self, worker: Any) -> Snapshot | None:
+        """The loaded state, if it still waits. Workers that are started for every epoch get a copy of it each time; only
+        those of the first round may use it.
+        """
+        if worker is not None and int(self._shared[_CONSUMED_BY]) not in (0, _loader_round(worker)):
+            return None
+        return self._pending
+
+    def _warn_if_left_in_the_middle(self) -> None:
+        last = self._current_iteration()
+        if last is not None and not last.exhausted and any(run.turn for run in last.runs):
             _logger.warning(
                 "a new iteration begins while the last one was left in the middle: it starts at the beginning of epoch %d "
                 "again, and samples already delivered come a second time. To go on, load a state first",
                 self.epoch,
             )
-        if pending is None and self._advance:
-            self._shared[0] = self.epoch + 1
-            self._advance = False
-        if pending is None or not pending.partitions:
-            snapshot = self._start_snapshot(reader, self.epoch if pending is None else pending.epoch)
-        else:
-            snapshot = pending
-        self._iteration_epoch = snapshot.epoch
-        if get_worker_info() is not None:
-            self._shared[1] = 1
-            self._epoch_floor = max(self._epoch_floor, snapshot.epoch if pending is not None else 0)
-        else:
-            self._shared[1] = 0  # the state is this process's own again
-            if not self._repeat:
-                self._shared[0] = snapshot.epoch
-        self._iteration = self._open_iteration(snapshot, reader)
-        self._pending = None  # consumed only now: a state that was refused is refused again
-        return self._iteration
 
     def _report_ragged(self, pending: Snapshot) -> None:
         turns = {p: state.turn for p, state in pending.partitions.items()}
@@ -225,16 +248,6 @@ class StreamDataset(IterableDataset[Any]):
                 "of an uninterrupted run",
                 ahead,
             )
-
-    def _repeat_at_start(self) -> bool:
-        assert self._iteration is not None  # asked only about a former iteration
-        return all(run.turn == 0 for run in self._iteration.runs)
-
-    def _exhaust(self) -> None:
-        if get_worker_info() is None:
-            self._advance = True
-        elif self._epoch_floor == self._iteration_epoch and self._epoch_floor > int(self._shared[0]):
-            self._epoch_floor += 1  # this epoch came from a state; the shared value knows nothing of it
 
     def _current_reader(self) -> Reader:
         worker = get_worker_info()
@@ -306,21 +319,22 @@ class StreamDataset(IterableDataset[Any]):
         Takes microseconds and shares nothing with live objects. Raises `UsageError` in the main process once DataLoader
         workers read: only they know where they are.
         """
-        if get_worker_info() is None and int(self._shared[1]):
+        if get_worker_info() is None and int(self._shared[_WORKERS_READ]):
             raise UsageError(
                 "dataset.state_dict() in the main process cannot know how far the DataLoader's worker processes are; use "
                 "StreamLoader or torchdata's StatefulDataLoader and save the loader's state_dict(), or num_workers=0"
             )
         if self._pending is not None:
             return self._pending.encode()
-        if self._iteration is None:
+        iteration = self._current_iteration()
+        if iteration is None:
             return Snapshot("full", self._fingerprint(), self.epoch).encode()
         return Snapshot(
             scope_name(self._reader),
             self._fingerprint(),
             self._iteration_epoch,
-            self._iteration.partitions(),
-            self._iteration.contents(),
+            iteration.partitions(),
+            iteration.contents(),
         ).encode()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
@@ -348,9 +362,10 @@ class StreamDataset(IterableDataset[Any]):
         self._history = history
         self._partitions = self._asked_partitions or saved["partitions"]
         self._iteration = None
-        self._advance = False
-        self._epoch_floor = 0
-        self._shared[1] = 0
+        if get_worker_info() is None:
+            self._shared[_WORKERS_READ] = self._shared[_CONSUMED_BY] = 0
+        if not self._repeat:
+            self._shared[_EPOCH] = snapshot.epoch  # also from a worker: all of them load the same epoch
         self._pending = Snapshot(snapshot.scope, self._fingerprint(), snapshot.epoch, partitions, snapshot.contents)
 
     def _restart_steps(self, part: PartitionState) -> PartitionState:
@@ -386,6 +401,11 @@ class StreamDataset(IterableDataset[Any]):
         if self._history:
             found["history"] = [list(entry) for entry in self._history]
         return found
+
+
+def _loader_round(worker: Any) -> int:
+    """A number that the workers of one pass of a DataLoader share: torch draws a base seed for each."""
+    return int(worker.seed) - int(worker.id) or 1
 
 
 def _check_counts(**counts: int | None) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from streamshard.order.cursor import innermost
+from streamshard.order.cursor import Cursor, Ref, innermost
 from streamshard.order.partition import EpochOrder, OrderSpec
 from streamshard.order.rotation import rotate
 from streamshard.prefetch.access import ShardAccess
@@ -110,6 +110,28 @@ class PlainRun:
         return PartitionState(self.turn, self.done, self.source.cursor())
 
 
+class _Finished:
+    """Stands for the source of a finished partition, of which only the counters are of interest."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def cursor(self) -> Cursor:
+        return self._cursor
+
+    def identity(self) -> tuple[int, ...]:
+        return self._cursor
+
+    def ref(self) -> Ref:
+        raise LookupError("a finished partition has no current sample")
+
+    def counters(self) -> Iterator[tuple[str, int]]:
+        return iter(())
+
+
 class Iteration:
     """The partitions of one reader from a given state on. Iterate it once; `close` it when done."""
 
@@ -128,6 +150,10 @@ class Iteration:
     ) -> None:
         self.carried = dict(carried)
         self.exhausted = False
+        self._finished_counters: Counter[str] = Counter()
+        for state in carried.values():
+            stage = open_stages(steps, state.cursor, context, _Finished)
+            self._finished_counters.update(dict(stage.counters()))
         self._keep = keep
         self._ahead = ReadAhead(budget, max(1, len(live) * interleave))
         self.runs: list[PartitionRun | PlainRun] = []
@@ -172,7 +198,7 @@ class Iteration:
 
     def counters(self) -> dict[str, int]:
         """What the steps have dropped in the partitions read here."""
-        total: Counter[str] = Counter()
+        total = Counter(self._finished_counters)
         for run in self.runs:
             total.update(dict(run.stage.counters()))
         return dict(total)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 
 from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
-from streamshard.errors import UsageError
+from streamshard.errors import StateError, UsageError
 from streamshard.order.partition import ALGORITHM
 from streamshard.order.permutation import IndexPermutation
 from streamshard.order.random import stream_key
@@ -98,7 +98,7 @@ class MapDataset(Dataset[Any]):
             for first, last in piece.slices:
                 for row in range(first, last):
                     found[piece.shard, piece.first_row + row] = blocks[piece.shard, piece.block][row]
-        return [dict(found[place]) for place in places]
+        return [_own(found[place]) for place in places]
 
     def _checked(self, index: Any) -> int:
         try:
@@ -148,6 +148,15 @@ class MapDataset(Dataset[Any]):
         return IndexSampler(self, seed=seed, shuffle=shuffle, repeat=repeat, partitions=partitions, topology=topology)
 
 
+def _own(value: Any) -> Any:
+    """A copy that shares nothing with the cached block: writable arrays, lists and maps of the caller's own."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {name: _own(inner) for name, inner in value.items()}
+    return [_own(inner) for inner in value] if isinstance(value, list) else value
+
+
 class _IndexRun:
     """One partition of a sampler: the indices at slots turn * P + p, from `turn` on."""
 
@@ -193,6 +202,7 @@ class IndexSampler(Sampler[int]):
         self._asked = partitions
         self._topology = topology
         self._epoch = 0
+        self._iteration_epoch = 0
         self._advance = False
         self._pending: Snapshot | None = None
         self._runs: list[_IndexRun] = []
@@ -243,15 +253,15 @@ class IndexSampler(Sampler[int]):
         self._epoch, self._advance = epoch, False
 
     def __iter__(self) -> Iterator[int]:
-        reader = self._reader = self._current_reader()
-        pending, self._pending = self._pending, None
-        if pending is None and self._advance:
-            self._epoch += 1
-        self._advance = False
+        reader = self._current_reader()
+        pending = self._pending
         if pending is not None:
             check_scope(pending.scope, reader)
-            self._epoch = pending.epoch
         check_divides(self.partitions, reader)
+        self._pending = None  # consumed only now: a state that was refused is refused again
+        self._epoch = pending.epoch if pending is not None else self._epoch + self._advance
+        self._advance = False
+        self._reader, self._iteration_epoch = reader, self._epoch
         fresh = {p: PartitionState(turn=0, done=False, cursor=(self._epoch, 0)) for p in range(self.partitions)}
         states = pending.partitions if pending is not None and pending.partitions else fresh
         done = {p for p, state in states.items() if state.done}
@@ -270,14 +280,22 @@ class IndexSampler(Sampler[int]):
         """Where the sampler stands after the last index taken."""
         if self._pending is not None:
             return self._pending.encode()
-        states = {run.p: PartitionState(run.turn, run.done, (self._epoch, run.turn)) for run in self._runs}
-        scope = scope_name(self._reader) if self._runs or self._carried else "full"
-        return Snapshot(scope, self._fingerprint(), self._epoch, {**self._carried, **states}).encode()
+        states = {run.p: PartitionState(run.turn, run.done, (self._iteration_epoch, run.turn)) for run in self._runs}
+        if not states and not self._carried:
+            return Snapshot("full", self._fingerprint(), self._epoch).encode()
+        partitions = {**self._carried, **states}
+        return Snapshot(scope_name(self._reader), self._fingerprint(), self._iteration_epoch, partitions).encode()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from `state` with the next iteration. Raises `StateError` for a state that does not fit."""
         snapshot = decode_state(state)
         check_fingerprint(snapshot.fingerprint, {**self._fingerprint(), "partitions": self._asked}, allow)
+        if snapshot.partitions and snapshot.fingerprint["dataset"] != self.dataset.manifest.version:
+            raise StateError(
+                f"the state was saved with dataset={snapshot.fingerprint['dataset']} and this one is "
+                f"{self.dataset.manifest.version}: a permutation of other samples cannot go on in the middle; start a new run, "
+                f"or use StreamDataset, which can take a grown dataset into its next epoch"
+            )
         self._resolved = snapshot.fingerprint["partitions"] if self._asked is None else self._asked
         self._pending = Snapshot(snapshot.scope, self._fingerprint(), snapshot.epoch, snapshot.partitions)
 

@@ -6,7 +6,8 @@ badly. Contents are a cache {(epoch, read): sample as stored} that a resume asks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -15,11 +16,11 @@ from streamshard.prefetch.source import Kept
 from streamshard.shard.compression import compress, decompress
 from streamshard.shard.records import Sample, pack, unpack
 
-_SIZE = 8  # bytes of each of two sizes in front of the frame: of its content, and of the places in it
+_FRAME_BYTES = 128 << 20  # samples of one frame, uncompressed: one frame for most, several for large samples
 
 
 def encode_contents(kept: Mapping[int, Sequence[Kept]]) -> bytes:
-    """`kept` by partition, each in ascending (epoch, read): a map of places, then the packed samples."""
+    """`kept` by partition, each in ascending (epoch, read), as msgpack: places, and frames of packed samples."""
     places = []
     for p, samples in kept.items():
         epochs: dict[int, list[int]] = {}
@@ -27,27 +28,37 @@ def encode_contents(kept: Mapping[int, Sequence[Kept]]) -> bytes:
             epochs.setdefault(epoch, []).append(read)
         places.append([p, [[epoch, np.diff(reads, prepend=0).tolist()] for epoch, reads in epochs.items()]])
     packed = [sample.packed for samples in kept.values() for sample in samples]
-    head = pack(places)
-    plain = b"".join([head, b"\xdd", len(packed).to_bytes(4, "big"), *packed])
-    return len(plain).to_bytes(_SIZE, "little") + len(head).to_bytes(_SIZE, "little") + compress(plain)
+    return pack({"places": places, "frames": [[len(plain), compress(plain)] for plain in _frames(packed)]})
+
+
+def _frames(packed: list[bytes]) -> Iterator[bytes]:
+    """Samples as msgpack arrays of at most `_FRAME_BYTES` (one sample may have more)."""
+    start = size = 0
+    for end, sample in enumerate(packed):
+        if end > start and size + len(sample) > _FRAME_BYTES:
+            yield _array(packed[start:end])
+            start, size = end, 0
+        size += len(sample)
+    yield _array(packed[start:])
+
+
+def _array(packed: list[bytes]) -> bytes:
+    return b"".join([b"\xdd", len(packed).to_bytes(4, "big"), *packed])
 
 
 def decode_contents(blob: bytes) -> dict[int, dict[tuple[int, int], Sample]]:
     """{partition: {(epoch, read): sample}}. Raises `StateError` for damaged bytes."""
+    contents: dict[int, dict[tuple[int, int], Sample]] = {}
     try:
-        size, head = int.from_bytes(blob[:_SIZE], "little"), int.from_bytes(blob[_SIZE : 2 * _SIZE], "little")
-        plain = decompress(blob[2 * _SIZE :], size)
-        places, samples = unpack(plain[:head]), iter(unpack(plain[head:]))
-    except (StreamshardError, TypeError) as error:
+        stored = unpack(blob)
+        samples = chain.from_iterable(unpack(decompress(frame, size)) for size, frame in stored["frames"])
+        for p, epochs in stored["places"]:
+            found = contents.setdefault(p, {})
+            for epoch, steps in epochs:
+                for read in accumulate(steps):
+                    found[epoch, read] = next(samples)
+    except (StreamshardError, TypeError, KeyError, ValueError, OverflowError, StopIteration) as error:
         raise StateError(
             f"the contents of the state are damaged ({error}); resume from an earlier checkpoint"
         ) from error
-    contents: dict[int, dict[tuple[int, int], Sample]] = {}
-    for p, epochs in places:
-        found = contents.setdefault(p, {})
-        for epoch, steps in epochs:
-            read = 0
-            for step in steps:
-                read += step
-                found[epoch, read] = next(samples)
     return contents

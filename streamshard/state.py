@@ -6,7 +6,7 @@ A state is a dictionary of plain immutable leaves (int, str, bytes), safe for ms
     format       1
     scope        "full", "rank 0/4" or "worker 0/4 1/2": whose partitions it holds
     fingerprint  JSON: dataset version and everything else that shapes the order
-    epoch        the epoch of a finite iteration; -1 with repeat=True, where every partition has its own
+    epoch        the epoch of a finite iteration; with repeat=True the first one (each partition's cursor has its own)
     partitions   {"0": JSON of [turn, done, cursor], ...}
     contents     {"0,2,4": bytes, ...}, only with snapshot="contents": samples that a resume then need not read again
 """

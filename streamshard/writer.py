@@ -174,7 +174,12 @@ class DatasetWriter:
         self._length_field = self._base.length_field
 
     def _refuse_second_writer(self) -> None:
-        if any(stat.key == record_key(str(self._writer)) for stat in self._store.list("writers")):
+        try:
+            self._store.stat(record_key(str(self._writer)))
+        except StorageError as error:
+            if error.kind != "missing":
+                raise
+        else:
             raise UsageError(self._second_writer())
 
     def _second_writer(self) -> str:
@@ -209,7 +214,11 @@ class DatasetWriter:
 
     def _await_upload(self) -> None:
         shard, upload = self._uploads.popleft()
-        upload.result()
+        try:
+            upload.result()
+        except BaseException:
+            self.abort()  # a dataset without this shard must never be published
+            raise
         self._done.append(replace(shard, data=b""))
         if self._on_progress is not None:
             self._on_progress(self.progress)
@@ -264,6 +273,12 @@ def commit_writers(
         )
     base, tag = load_base(store, append=append)
     parts = [(f"writer {n!r}", decode_manifest(store.read(record_key(n)), where=record_key(n))) for n in names]
+    for name, (_, part) in zip(names, parts, strict=True):
+        if base is not None and _overlap(base, part):
+            raise UsageError(
+                f"shards of writer {name!r} are already part of the dataset at {store.url}: an earlier commit published them "
+                f"and was interrupted before it removed the record. Delete {record_key(name)}; nothing was changed"
+            )
     whole = combine([*([("the dataset", base)] if base else []), *parts], metadata)
     if not whole.total_samples:
         raise UsageError(f"the writers {names} wrote no sample to {store.url}; nothing was published")
@@ -271,6 +286,13 @@ def commit_writers(
     for name in names:
         store.delete(record_key(name))
     return whole
+
+
+def _overlap(base: Manifest, part: Manifest) -> bool:
+    """Whether a shard of `part` is listed in `base` under the same key."""
+    if not np.isin(part.index_digests.astype(np.uint64), base.index_digests.astype(np.uint64)).any():
+        return False
+    return not {base.key(shard) for shard in range(len(base))}.isdisjoint(part.key(shard) for shard in range(len(part)))
 
 
 def combine(parts: Sequence[tuple[str, Manifest]], metadata: Mapping[str, Any] | None) -> Manifest:

@@ -238,6 +238,7 @@ BAD_SAMPLES = {
     "a dtype that changes": ({"tokens": np.zeros(3, np.int64)}, "field 'tokens'", "array[int64, 1]", "convert it"),
     "a key that is no text": ({"x": {1: 2}}, "nested map", "key 1 of type int", "use str keys"),
     "a field name that is no text": ({7: "x"}, "field name", "7", "field names are str"),
+    "a field name that is no text, of None": ({7: None}, "field name", "7", "field names are str"),
     "a set": ({"x": {1, 2}}, "sample 3", "builtins.set", "lists and maps"),
     "an integer beyond 64 bits": ({"x": 1 << 70}, "sample 3", "cannot be stored as msgpack", "must fit 64 bits"),
     "a lone surrogate": ({"x": "\ud800"}, "sample 3", "surrogate", "valid unicode"),
@@ -261,7 +262,7 @@ def test_a_length_field_that_has_no_length(tmp_path):
         writer.write({"size": 3})
         with pytest.raises(ss.UsageError) as error:
             writer.write({"other": 1})
-    check(error, ss.UsageError, "length_field='size'", "None", "a count >= 0")
+    check(error, ss.UsageError, "length_field='size'", "None", "a count from 0")
 
 
 # -------------------------------------------------------------------------------------------------------------- writers
@@ -294,6 +295,18 @@ def test_committing_writers_that_have_not_finished(tmp_path):
     with pytest.raises(ss.UsageError) as error:
         ss.commit_writers(str(tmp_path), ["a", "b"])
     check(error, ss.UsageError, "writers ['b'] have not finished", "finished: ['a']", "close them first")
+
+
+def test_a_commit_that_was_interrupted_is_not_published_twice(tmp_path):
+    with ss.DatasetWriter(str(tmp_path), writer="a") as writer:
+        writer.write(sample(0))
+    record = (tmp_path / "writers" / "a.json").read_bytes()
+    ss.commit_writers(str(tmp_path), ["a"])
+    (tmp_path / "writers" / "a.json").write_bytes(record)  # as if the process had died before it removed the record
+    with pytest.raises(ss.UsageError) as error:
+        ss.commit_writers(str(tmp_path), ["a"], append=True)
+    check(error, ss.UsageError, "writer 'a'", "already part of the dataset", "Delete writers/a.json")
+    assert len(read(tmp_path)) == 1
 
 
 def test_writers_whose_fields_differ(tmp_path):
@@ -489,6 +502,19 @@ def test_states_that_do_not_merge(directory):
     check(error, ss.StateError, "states [1]", "before their first item", "on all ranks after the first item")
     with pytest.raises(ss.StateError, match="got no state"):
         ss.merge_states([])
+
+
+def test_a_version_file_that_holds_another_version(tmp_path, directory):
+    old = ss.open_manifest(str(directory)).version
+    state = state_of(directory)
+    with ss.DatasetWriter(str(directory), append=True) as writer:
+        writer.write(sample(100))
+    (directory / "manifests" / f"{old}.json").write_bytes((directory / "manifest.json").read_bytes())
+    dataset = ss.StreamDataset(str(directory), partitions=4)
+    dataset.load_state_dict(state, allow={"dataset"})
+    with pytest.raises(ss.DataError) as error:
+        next(iter(dataset))
+    check(error, ss.DataError, old, ss.open_manifest(str(directory)).version, "restore the file")
 
 
 def test_an_epoch_that_contradicts_the_loaded_state(directory):

@@ -153,6 +153,11 @@ def test_ragged_fields_are_padded_with_their_lengths_or_kept_as_a_list():
     padded = collate(items, ragged="pad", pad_value=9)
     assert padded["x"].tolist() == [[1, 2, 3], [1, 9, 9], [1, 2, 9]]
     assert padded["x_length"].tolist() == [3, 1, 2]
+    assert collate(items[:1], ragged="pad")["x_length"].tolist() == [3]  # fields do not come and go
+    with pytest.raises(ss.DataError, match="x_length would be overwritten"):
+        collate([{"x": np.zeros(2), "x_length": 2}], ragged="pad")
+    tensors = [{"x": torch.ones(n, dtype=torch.bfloat16)} for n in (1, 2)]
+    assert collate(tensors, ragged="pad")["x"].dtype == torch.bfloat16
     assert [t.tolist() for t in collate(items, ragged="list")["x"]] == [[1, 2, 3], [1], [1, 2]]
 
 
@@ -178,7 +183,7 @@ def test_epochs_advance_by_themselves_or_by_set_epoch(dataset_203):
     assert ids(dataset) == first
     dataset.set_epoch(1)
     assert ids(dataset) == second
-    assert dataset.epoch == 1
+    assert dataset.epoch == 2
     assert ids(dataset) not in (first, second)
 
 
@@ -248,6 +253,102 @@ def test_two_ranks_with_two_workers_share_an_epoch(dataset_203):
         dataset = ss.StreamDataset(dataset_203, ss.Map(only_id), partitions=12, topology=ss.Topology(rank, 2))
         got += ids(DataLoader(dataset, batch_size=None, num_workers=2))
     assert sorted(got) == list(range(203))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_state_loaded_in_main_is_used_by_the_first_pass_of_workers_only(dataset_203, persistent):
+    whole = ids(ss.StreamDataset(dataset_203, ss.Map(only_id), partitions=4))
+    resumed = ss.StreamDataset(dataset_203, ss.Map(only_id), partitions=4)
+    state = _state_after(dataset_203, 50)
+    resumed.load_state_dict(state)
+    loader = DataLoader(resumed, batch_size=None, num_workers=2, persistent_workers=persistent)
+    assert sorted(ids(loader)) == sorted(whole[50:])
+    resumed.set_epoch(1)
+    assert sorted(ids(loader)) == list(range(203))
+    with pytest.raises(ss.UsageError, match="cannot know how far"):
+        resumed.state_dict()
+
+
+def _state_after(directory, count):
+    dataset = ss.StreamDataset(directory, ss.Map(only_id), partitions=4)
+    iterator = iter(dataset)
+    for _ in range(count):
+        next(iterator)
+    return dataset.state_dict()
+
+
+def test_set_epoch_does_not_hide_that_workers_read(dataset_203):
+    dataset = ss.StreamDataset(dataset_203, ss.Map(only_id), partitions=4)
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=1))
+    next(iterator)
+    dataset.set_epoch(1)
+    with pytest.raises(ss.UsageError, match="cannot know how far"):
+        dataset.state_dict()
+
+
+def test_a_fork_does_not_take_its_parents_position_for_its_own(dataset_203):
+    dataset = ss.StreamDataset(dataset_203, partitions=4)
+    next(iter(dataset))
+    dataset._iteration_pid = -1  # as a forked child sees it
+    assert dataset.state_dict()["partitions"] == {}
+
+
+def test_a_start_that_fails_changes_nothing(dataset_203):
+    dataset = ss.StreamDataset(dataset_203, partitions=4)
+    list(dataset)
+    state = dataset.state_dict()
+    dataset.topology = ss.Topology(0, 3)
+    with pytest.raises(ss.UsageError, match="cannot be divided"):
+        next(iter(dataset))
+    assert dataset.state_dict() == state
+
+
+def test_contents_of_large_samples_are_cut_into_frames(dataset_203, monkeypatch):
+    monkeypatch.setattr("streamshard.snapshot_contents._FRAME_BYTES", 300)
+    dataset = ss.StreamDataset(dataset_203, partitions=4, snapshot="contents")
+    iterator = iter(dataset)
+    for _ in range(20):
+        next(iterator)
+    (blob,) = dataset.state_dict()["contents"].values()
+    assert len(msgpack.unpackb(blob)["frames"]) > 5
+    rest = [item["id"] for item in iterator]
+    resumed = ss.StreamDataset(dataset_203, partitions=4, snapshot="contents")
+    state = ss.StreamDataset(dataset_203, partitions=4, snapshot="contents")
+    iterator = iter(state)
+    for _ in range(20):
+        next(iterator)
+    resumed.load_state_dict(state.state_dict())
+    assert ids(resumed) == rest
+
+
+def test_damaged_contents_are_called_that(dataset_203):
+    dataset = ss.StreamDataset(dataset_203, partitions=4, snapshot="contents")
+    next(iter(dataset))
+    state = dataset.state_dict()
+    ((key, blob),) = state["contents"].items()
+    for damaged in (blob[:-9], b"\xff" + blob[1:], blob[:40] + bytes(20) + blob[60:], msgpack.packb({"places": []})):
+        other = ss.StreamDataset(dataset_203, partitions=4, snapshot="contents")
+        other.load_state_dict(state | {"contents": {key: damaged}})
+        with pytest.raises(ss.StateError, match="contents of the state are damaged"):
+            next(iter(other))
+
+
+def test_counts_of_partitions_that_had_finished_survive_a_resume(dataset_203):
+    steps = (ss.Filter(lambda item: item["id"] < 60), ss.Map(lambda items: items, batch=4))
+    whole = ss.StreamDataset(dataset_203, *steps, partitions=4)
+    items = list(whole)
+    for stop in (len(items) - 1, len(items)):
+        dataset = ss.StreamDataset(dataset_203, *steps, partitions=4)
+        iterator = iter(dataset)
+        for _ in range(stop):
+            next(iterator)
+        if stop == len(items):
+            assert next(iterator, None) is None
+        resumed = ss.StreamDataset(dataset_203, *steps, partitions=4)
+        resumed.load_state_dict(dataset.state_dict())
+        list(resumed)
+        assert resumed.counters() == whole.counters()
+        assert next(iter(whole.counters().values())) == 203 - 60
 
 
 def test_set_epoch_reaches_persistent_workers(dataset_203):

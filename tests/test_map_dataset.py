@@ -53,8 +53,11 @@ def test_a_list_reads_each_block_once_and_neighbours_together(dataset_1000):
 
 def test_samples_of_a_cached_block_are_not_shared(dataset_203):
     dataset = ss.MapDataset(dataset_203)
-    dataset[3]["id"] = "changed"
+    first = dataset[3]
+    first["id"] = "changed"
+    first["tokens"][:] = 0
     assert dataset[3]["id"] == 3
+    assert dataset[3]["tokens"].tolist() == sample(3)["tokens"].tolist()
 
 
 @pytest.mark.parametrize("index", [203, -204])
@@ -119,3 +122,28 @@ def test_a_sampler_of_another_seed_refuses_the_state(dataset_203):
     dataset = ss.MapDataset(dataset_203)
     with pytest.raises(ss.StateError, match="seed=1, and this dataset has seed=2"):
         dataset.sampler(seed=2).load_state_dict(dataset.sampler(seed=1).state_dict())
+
+
+def test_a_sampler_set_to_the_next_epoch_saves_the_one_it_has_read(dataset_203):
+    dataset = ss.MapDataset(dataset_203)
+    sampler = dataset.sampler(seed=3)
+    list(sampler)
+    sampler.set_epoch(1)
+    resumed = dataset.sampler(seed=3)
+    resumed.load_state_dict(sampler.state_dict())
+    assert list(resumed) == []
+    assert list(resumed) == list(sampler)
+
+
+def test_a_sampler_refuses_a_state_that_it_cannot_place_every_time(dataset_203, dataset_1000):
+    dataset = ss.MapDataset(dataset_203)
+    part = dataset.sampler(partitions=4, topology=ss.Topology(1, 2))
+    next(iter(part))
+    whole = dataset.sampler(partitions=4)
+    whole.load_state_dict(part.state_dict())
+    for _ in range(2):
+        with pytest.raises(ss.StateError, match="rank 1/2"):
+            next(iter(whole))
+    other = ss.MapDataset(dataset_1000).sampler(partitions=4, topology=ss.Topology(1, 2))
+    with pytest.raises(ss.StateError, match="a permutation of other samples cannot go on"):
+        other.load_state_dict(part.state_dict(), allow={"dataset"})

@@ -171,6 +171,7 @@ def test_a_failed_upload_fails_the_writer_and_publishes_nothing(tmp_path, monkey
     with pytest.raises(StorageError, match="disk full"):
         for number in range(1, 1000):
             writer.write(sample(number))
-    with pytest.raises(StorageError, match="disk full"):
-        writer.close()
+    with pytest.raises(UsageError, match="is aborted; make a new one"):
+        writer.write(sample(0))
+    writer.close()
     assert not (tmp_path / "manifest.json").exists()

@@ -122,6 +122,8 @@ class PartitionSource:
         while True:
             buffer, k = opened.buffer, self.k
             held = self._held = opened.fill()
+            # Contents of this epoch are in the buffer now or about to be read: what they were kept for is over.
+            self._contents = {place: sample for place, sample in self._contents.items() if place[0] > self.epoch}
             reads = chain.from_iterable(opened.runs())
             while k < buffer.drain_from:
                 stop = buffer.chunk_end(k, _DRAWS)
@@ -212,7 +214,10 @@ class _PartitionReads:
 
     def runs(self) -> Iterator[list[Any]]:
         """Lists of samples in reading order, a run of a stripe at a time; (read, sample with ref) when tracked."""
-        yield [sample for _, sample in self._numbered(list(range(self._first, self._resume)))]
+        known = [sample for _, sample in self._numbered(list(range(self._first, self._resume)))]
+        self._known = {}
+        yield known
+        del known
         read = self._resume
         for stripe, rows in self._part.runs(read):
             taken = self._streams[stripe].take(rows)

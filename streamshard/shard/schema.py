@@ -57,12 +57,12 @@ def extend(schema: Schema, sample: Mapping[str, Any]) -> None:
     """
     new: Schema = {}
     for name, value in sample.items():
+        if not isinstance(name, str):
+            raise UsageError(f"the field name {name!r} is of type {type(name).__name__}; field names are str")
         found = field_type(value)
         known = schema.get(name)
         if found == known or found is None:
             continue
-        if not isinstance(name, str):
-            raise UsageError(f"the field name {name!r} is of type {type(name).__name__}; field names are str")
         if known is not None:
             raise UsageError(f"field {name!r} is {found} where earlier samples have {known}; convert it before writing")
         new[name] = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,15 +78,16 @@ class ShardWriter:
         if self._length_field is None:
             return 0
         value = sample.get(self._length_field)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
         try:
-            return len(value)  # type: ignore[arg-type]  # the TypeError is the check
+            length = len(value) if hasattr(value, "__len__") else operator.index(value)  # type: ignore[arg-type]
         except TypeError:
+            length = -1
+        if isinstance(value, bool) or not 0 <= length < 1 << 32:
             raise UsageError(
-                f"length_field={self._length_field!r} is {value!r} in this sample; it must be a count >= 0 or "
+                f"length_field={self._length_field!r} is {value!r} in this sample; it must be a count from 0 to 2**32 - 1 or "
                 f"something with a length"
-            ) from None
+            )
+        return length
 
     def _close_block(self) -> None:
         plain = b"".join(self._open)

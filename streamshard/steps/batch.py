@@ -40,6 +40,8 @@ class Batch:
             raise UsageError(f"Batch({self.size!r}): the number of items must be an int >= 1")
         if self.ragged not in RAGGED:
             raise UsageError(f"Batch(ragged={self.ragged!r}): choose one of {', '.join(map(repr, RAGGED))}")
+        if not isinstance(self.pad_value, int | float):
+            raise UsageError(f"Batch(pad_value={self.pad_value!r}): pass an int or a float")
         if self.collate_fn is not None:
             check_callable("Batch", self.collate_fn)
 
@@ -50,7 +52,7 @@ class Batch:
     def fingerprint(self) -> dict[str, Any]:
         return {
             "step": "Batch", "size": self.size, "drop_last": self.drop_last, "ragged": self.ragged,
-            "pad_value": self.pad_value, "version": self.version,
+            "pad_value": repr(float(self.pad_value)), "version": self.version,
             "collate_fn": None if self.collate_fn is None else function_name(self.collate_fn),
         }  # fmt: skip
 

@@ -14,7 +14,7 @@ from streamshard.steps.step import Passing, Stage, StepContext, check_callable, 
 class Starvation:
     """Turns an endless search into an error: P + 1 epochs of a partition in a row in which a step let nothing through.
 
-    Every sample of a repeated dataset has then been offered at least once to some partition like this one.
+    Partitions read other samples in other epochs, so that by then the step has seen a large part of the dataset.
     """
 
     def __init__(self, label: str, partitions: int) -> None:

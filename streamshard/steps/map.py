@@ -118,6 +118,7 @@ class _BatchedMapStage(Passing):
                     self._before, self._left = after, 0
                 yield outputs[number]
             skip = 0
+        self._before, self._left = self._upstream.cursor(), 0  # what an upstream step dropped at the end is counted
 
     def _noting(self, upstream: Iterator[Any]) -> Iterator[Any]:
         """Remember who the items of the group are; they have gone by when the outputs leave."""

@@ -96,8 +96,8 @@ class Passing:
 
 def keep_ref(item: Any, output: Any) -> Any:
     """`output` of a user's function with the ref that `item` carries: a new dictionary must not lose its provenance."""
-    if isinstance(output, dict) and isinstance(item, dict) and REF_FIELD in item:
-        output.setdefault(REF_FIELD, item[REF_FIELD])
+    if isinstance(output, dict) and isinstance(item, dict) and REF_FIELD in item and REF_FIELD not in output:
+        return {**output, REF_FIELD: item[REF_FIELD]}  # a new one: the function may hand out the same dictionary again
     return output
 
 

@@ -19,7 +19,7 @@ def collate(items: Sequence[Any], *, ragged: str = "error", pad_value: float = 0
 
     - maps: field by field; every item must have the same fields
     - arrays and tensors of one shape: a tensor ``(len(items), *shape)`` of the same dtype; one copy, into fresh memory
-    - arrays of several shapes: as `ragged` says (see `Batch`)
+    - arrays of several shapes: as `ragged` says (see `Batch`); ``"pad"`` adds ``<field>_length`` for every array field
     - bool, int, float: tensors of bool, int64, float32 of shape ``(len(items),)``
     - str, bytes, None, lists, refs, mixtures of types: a list
 
@@ -33,6 +33,8 @@ def collate(items: Sequence[Any], *, ragged: str = "error", pad_value: float = 0
         if not isinstance(item, Mapping) or item.keys() != names:
             raise DataError(_different_fields(items[0], item, number))
     for name in names:
+        if ragged == "pad" and f"{name}_length" in names:
+            raise DataError(f"field {name}_length would be overwritten by the lengths of {name!r}; rename it in a Map")
         batch[name] = _column(name, [item[name] for item in items], ragged, pad_value, batch)
     return batch
 
@@ -48,10 +50,8 @@ def _different_fields(first: Any, other: Any, number: int) -> str:
 def _column(name: str, values: list[Any], ragged: str, pad_value: float, batch: dict[str, Any]) -> Any:
     kinds = {type(value) for value in values}
     kind = kinds.pop() if len(kinds) == 1 else None
-    if kind is np.ndarray:
+    if kind is np.ndarray or kind is torch.Tensor:
         return _arrays(name, values, ragged, pad_value, batch)
-    if kind is torch.Tensor:
-        return _arrays(name, [value.numpy(force=True) for value in values], ragged, pad_value, batch)
     if kind in _NUMBERS:
         return torch.tensor(values, dtype=_NUMBERS[kind])
     if kind is dict:
@@ -59,33 +59,36 @@ def _column(name: str, values: list[Any], ragged: str, pad_value: float, batch: 
     return values
 
 
-def _arrays(name: str, values: list[np.ndarray], ragged: str, pad_value: float, batch: dict[str, Any]) -> Any:
-    shapes = {value.shape for value in values}
+def _arrays(name: str, values: list[Any], ragged: str, pad_value: float, batch: dict[str, Any]) -> Any:
+    """Arrays or tensors of one field, all of one of the two kinds."""
+    shapes = {tuple(value.shape) for value in values}
     dtypes = {value.dtype for value in values}
     if len(dtypes) > 1:
         raise DataError(f"field {name!r} has dtypes {sorted(map(str, dtypes))} in one batch; convert them in a Map")
+    if ragged == "pad" and values[0].ndim:
+        return _padded(name, values, pad_value, batch)
     if len(shapes) == 1:
-        return torch.from_numpy(np.stack(values))
+        return torch.stack(values) if isinstance(values[0], torch.Tensor) else torch.from_numpy(np.stack(values))
     if ragged == "list":
-        return [torch.from_numpy(value.copy()) for value in values]
-    if ragged == "error":
-        raise DataError(
-            f"field {name!r} has shapes {_some(shapes)} in one batch; pass Batch(..., ragged='pad') or 'list', or make "
-            f"them equal in a Map"
-        )
-    return _padded(name, values, pad_value, batch)
+        return [value if isinstance(value, torch.Tensor) else torch.from_numpy(value.copy()) for value in values]
+    raise DataError(
+        f"field {name!r} has shapes {_some(shapes)} in one batch; pass Batch(..., ragged='pad') or 'list', or make them equal "
+        f"in a Map"
+    )
 
 
-def _padded(name: str, values: list[np.ndarray], pad_value: float, batch: dict[str, Any]) -> torch.Tensor:
+def _padded(name: str, values: list[Any], pad_value: float, batch: dict[str, Any]) -> torch.Tensor:
+    """Padded to the largest of each dimension. The lengths are added even where all are equal: fields do not come and go."""
     ranks = {value.ndim for value in values}
     if len(ranks) > 1:
         raise DataError(f"field {name!r} has arrays of {sorted(ranks)} dimensions in one batch; they cannot be padded")
-    shape = tuple(np.max([value.shape for value in values], axis=0))
-    padded = np.full((len(values), *shape), pad_value, dtype=values[0].dtype)
+    shape = tuple(np.max([value.shape for value in values], axis=0).tolist())
+    full = torch.full if isinstance(values[0], torch.Tensor) else np.full
+    padded: Any = full((len(values), *shape), pad_value, dtype=values[0].dtype)
     for row, value in zip(padded, values, strict=True):
         row[tuple(slice(length) for length in value.shape)] = value
     batch[f"{name}_length"] = torch.tensor([len(value) for value in values])
-    return torch.from_numpy(padded)
+    return padded if isinstance(padded, torch.Tensor) else torch.from_numpy(padded)
 
 
 def _some(shapes: set[tuple[int, ...]]) -> str:

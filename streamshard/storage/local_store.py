@@ -58,9 +58,10 @@ class LocalStore:
         found = []
         for folder, _, names in os.walk(self._root / prefix):
             for name in names:
+                path = Path(folder, name)
                 if not name.startswith("."):
-                    path = Path(folder, name)
-                    found.append(_object_stat(path.relative_to(self._root).as_posix(), path.stat()))
+                    with suppress(FileNotFoundError):  # deleted since the folder was read
+                        found.append(_object_stat(path.relative_to(self._root).as_posix(), path.stat()))
         return sorted(found, key=lambda stat: stat.key)
 
     def put(self, key: str, data: bytes) -> None:

@@ -95,8 +95,9 @@ def digest(item: Any) -> bytes:
 
 def _feed(hasher: Any, item: Any) -> None:
     if isinstance(item, torch.Tensor):
-        item = item.numpy(force=True)
-    if isinstance(item, np.ndarray):
+        hasher.update(f"tensor {item.dtype} {tuple(item.shape)}".encode())
+        hasher.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(item, np.ndarray):
         hasher.update(f"array {item.dtype} {item.shape}".encode())
         hasher.update(np.ascontiguousarray(item).data)
     elif isinstance(item, Mapping):

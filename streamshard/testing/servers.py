@@ -110,6 +110,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         try:
             os.killpg(process.pid, sig)
             process.wait(STOP_TIMEOUT_S)
+            break
         except ProcessLookupError:
             break
         except subprocess.TimeoutExpired:
