@@ -9,9 +9,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import streamshard as ss
 from streamshard.testing import assert_exact_resume
+from streamshard.testing.resume import digest
 from tests import naive
 from tests.conftest import sample, write_dataset
 
@@ -248,37 +250,54 @@ def test_contents_are_not_read_again(tmp_path):
 
 
 RESUME_SCRIPT = """
-import itertools, json, sys, torch
+import json, sys, torch
 import streamshard as ss
+from streamshard.testing.resume import digest
 from tests.test_resume import PIPELINES
-directory, name, snapshot, path = sys.argv[1:]
-dataset = ss.StreamDataset(directory, *PIPELINES[name], partitions=4, shuffle_buffer=7, seed=5, snapshot=snapshot)
-dataset.load_state_dict(torch.load(path, weights_only=True))
-print(json.dumps([item["id"].tolist() if hasattr(item["id"], "tolist") else item["id"] for item in dataset]))
+directory, name, snapshot, *paths = sys.argv[1:]
+for path in paths:
+    dataset = ss.StreamDataset(directory, *PIPELINES[name], partitions=4, shuffle_buffer=7, seed=5, snapshot=snapshot)
+    dataset.load_state_dict(torch.load(path, weights_only=True))
+    print(json.dumps([digest(item).hex() for item in dataset]))
 """
 
 
 @pytest.mark.parametrize("snapshot", ["cursor", "contents"])
-def test_another_process_resumes_at_five_points(tmp_path, dataset_203, snapshot):
-    import torch
+@pytest.mark.parametrize(
+    "name", ["plain", "filter, flat map, noise", "flat map, batched map, filter", "batch, drop last"]
+)
+def test_another_process_resumes_at_five_points(tmp_path, dataset_203, name, snapshot):
+    def fresh():
+        return ss.StreamDataset(
+            dataset_203, *PIPELINES[name], partitions=4, shuffle_buffer=7, seed=5, snapshot=snapshot
+        )
 
-    name = "filter, flat map, noise"
-    dataset = ss.StreamDataset(dataset_203, *PIPELINES[name], partitions=4, shuffle_buffer=7, seed=5, snapshot=snapshot)
-    iterator, got, children = iter(dataset), [], []
-    total = 2 * len(ids(ss.StreamDataset(dataset_203, *PIPELINES[name], partitions=4))) // 2
+    whole = [digest(item).hex() for item in fresh()]
+    total = len(whole)
     stops = [0, 1, total // 3, total - 1, total]
-    for count in range(total + 1):
-        if count in stops:
-            path = tmp_path / f"{count}.pt"
-            torch.save(dataset.state_dict(), path)
-            command = [sys.executable, "-c", RESUME_SCRIPT, dataset_203, name, snapshot, str(path)]
-            children.append((count, subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
-        item = next(iterator, None)
-        if item is not None:
-            got.append(item["id"])
-    for count, child in children:
-        out, _ = child.communicate(timeout=120)
-        assert json.loads(out) == got[count:]
+    paths = []
+    for stop in stops:
+        dataset = fresh()
+        iterator = iter(dataset)
+        for _ in range(stop):
+            next(iterator)
+        paths.append(str(tmp_path / f"{stop}.pt"))
+        torch.save(dataset.state_dict(), paths[-1])
+    command = [sys.executable, "-c", RESUME_SCRIPT, dataset_203, name, snapshot, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [whole[stop:] for stop in stops]
+
+
+@pytest.mark.parametrize("snapshot", ["cursor", "contents"])
+def test_epoch_3_resumes_at_every_item(tmp_path, snapshot):
+    directory = write_dataset(tmp_path / "ds", 47, per_shard=11, block_bytes=200)
+
+    def factory():
+        dataset = ss.StreamDataset(directory, *PIPELINES["flat map"], partitions=4, shuffle_buffer=7, snapshot=snapshot)
+        dataset.set_epoch(3)
+        return dataset
+
+    assert_exact_resume(factory, chain=1)
 
 
 def read_rank(directory, rank, ranks, state=None, count=None, steps=(), workers=1, **options):

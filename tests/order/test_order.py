@@ -211,3 +211,24 @@ def test_keys_of_different_parts_differ():
         len({stream_key("a", "b"), stream_key("ab"), stream_key(1), stream_key("1"), stream_key(1, 2), stream_key(12)})
         == 6
     )
+
+
+@given(worlds, st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_readers_that_divide_the_partitions_read_one_global_sequence(world, data):
+    """Slot g is read by rank g mod R, worker (g // R) mod W, whatever R, W, N, buffers and stripes are."""
+    world = world | {"repeat": False}
+    parts = world["parts"]
+    divisors = [d for d in range(1, parts + 1) if parts % d == 0]
+    ranks = data.draw(st.sampled_from(divisors))
+    workers = data.draw(st.sampled_from([d for d in divisors if (parts // ranks) % d == 0]))
+    orders = our_orders(world)
+    readers = {}
+    for rank in range(ranks):
+        for worker in range(workers):
+            mine, _ = owned(dict.fromkeys(range(parts), 0), set(), parts, Reader(rank, ranks, worker, workers))
+            readers[rank, worker] = rotate([FakeRun(p, 0, orders[p]) for p in mine])
+    total = sum(world["samples"])
+    got = [next(readers[g % ranks, (g // ranks) % workers]) for g in range(total)]
+    assert got == naive.in_slot_order(orders)
+    assert all(next(reader, None) is None for reader in readers.values())
