@@ -7,6 +7,7 @@ conditional writes, and errors of one kind whatever the library raises.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,6 +144,9 @@ def _connect(protocol: str, url: str, options: dict[str, Any]) -> tuple[Any, str
     if protocol in ("s3", "s3a"):
         options["config_kwargs"] = {"max_pool_connections": 64, **options.get("config_kwargs", {})}
     try:
+        if protocol in ("gs", "gcs") and not logging.getLogger("gcsfs").level:
+            # It logs the traceback of every failure that it also raises; ours carries it as its cause.
+            logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         if _emulates_gcs(protocol, options):
             plain = import_module("gcsfs.core").GCSFileSystem
             return plain(**options), plain._strip_protocol(url).rstrip("/")  # noqa: SLF001  (fsspec's own verb for it)
