@@ -21,7 +21,6 @@ from streamshard.order.rotation import Reader, check_divides, owned, resolve_par
 from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.plan import BlockPiece, plan_blocks, plan_units
 from streamshard.shard.manifest import Manifest
-from streamshard.shard.reader import BlockReader
 from streamshard.shard.records import Sample
 from streamshard.state import (
     PartitionState,
@@ -119,12 +118,10 @@ class MapDataset(Dataset[Any]):
             (p.shard, p.block): self._cache[p.shard, p.block] for p in pieces if (p.shard, p.block) in self._cache
         }
         units = list(plan_units([p for p in pieces if (p.shard, p.block) not in blocks], lambda: _UNIT))
-        reader = BlockReader(bytearray())
+        buffer = bytearray()
         for unit, frames in zip(units, self._fetch(access, units), strict=True):
             for piece, frame in zip(unit, frames, strict=True):
-                access.open_block(reader, piece, frame)
-                with access.naming(piece.shard):
-                    blocks[piece.shard, piece.block] = reader.rows(0, int(piece.index.samples[piece.block]))
+                blocks[piece.shard, piece.block] = access.decode(piece, frame, buffer)
         for place, samples in blocks.items():
             self._cache[place] = samples
             self._cache.move_to_end(place)

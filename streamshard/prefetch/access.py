@@ -11,7 +11,8 @@ from streamshard.errors import DataError, StorageError
 from streamshard.prefetch.plan import BlockPiece
 from streamshard.shard.layout import ShardIndex, decode_index
 from streamshard.shard.manifest import Manifest
-from streamshard.shard.reader import BlockReader
+from streamshard.shard.reader import decode_block
+from streamshard.shard.records import Sample
 from streamshard.storage.store import Store
 
 _INDEXES_KEPT = 1024  # an index is a few KB; a reader touches partitions x interleave shards at a time
@@ -54,7 +55,7 @@ class ShardAccess:
     def _fetch_index(self, shard: int) -> ShardIndex:
         manifest = self.manifest
         size, key = int(manifest.index_bytes[shard]), manifest.key(shard)
-        with self.naming(shard):
+        with self._naming(shard):
             stat = self.store.stat(key)
             expected = int(manifest.bytes[shard])
             if stat.size != expected:
@@ -71,14 +72,14 @@ class ShardAccess:
         """Compressed bytes of each block of `unit` (neighbours in one shard), with one ranged GET."""
         shard, offsets = unit[0].shard, unit[0].index.offsets
         start = int(offsets[unit[0].block])
-        with self.naming(shard):
+        with self._naming(shard):
             data = memoryview(self._get(self.manifest.key(shard), start, int(offsets[unit[-1].block + 1])))
         return [data[int(offsets[p.block]) - start : int(offsets[p.block + 1]) - start] for p in unit]
 
-    def open_block(self, reader: BlockReader, piece: BlockPiece, frame: memoryview) -> None:
-        """Let `reader` begin with a fetched block."""
-        with self.naming(piece.shard):
-            reader.open(piece.index, piece.block, frame)
+    def decode(self, piece: BlockPiece, frame: memoryview, buffer: bytearray) -> list[Sample]:
+        """All samples of a fetched block; `buffer` is scratch memory that grows to the largest block."""
+        with self._naming(piece.shard):
+            return decode_block(piece.index, piece.block, frame, buffer)
 
     def _get(self, key: str, start: int, stop: int) -> bytes:
         with self._lock:
@@ -87,7 +88,7 @@ class ShardAccess:
         return self.store.get(key, start, stop)
 
     @contextmanager
-    def naming(self, shard: int) -> Iterator[None]:
+    def _naming(self, shard: int) -> Iterator[None]:
         """Failures inside name the shard, the dataset and the cure."""
         try:
             yield

@@ -5,8 +5,8 @@ consumed, the stream's next one is in flight. So with S live streams at most 2 *
 whatever the consumer needs next has always been asked for: a stream never waits for another one's share, which is what rules
 out deadlock.
 
-Blocks are decompressed by the consumer, and samples made when they are taken. Threads for it were measured: the hand-overs of
-the GIL cost as much as the parallel zstd gains (docs/decisions/0003-decode-in-the-consumer.md).
+Blocks are decompressed and unpacked by the consumer, one at a time and into one reused buffer. Threads for it were measured:
+the hand-overs of the GIL cost as much as the parallel zstd gains (docs/decisions/0003-decode-in-the-consumer.md).
 
 Until the first item has been handed out nothing is speculative: each stream asks for one block when it is needed. After
 that units double up to their share, per stream and not per shard.
@@ -17,13 +17,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import repeat
 from typing import Any
 
-from streamshard.errors import DataError
 from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.plan import BlockPiece, Segment, plan_blocks, plan_units
-from streamshard.shard.reader import BlockReader
+from streamshard.shard.records import Sample
 
 MAX_UNIT = 8 << 20  # larger ranges gain nothing on S3 and GCS (AWS and AnyBlob advise 8-16 MiB)
 _FIRST_UNIT = 1 << 20  # the first speculative unit
@@ -37,7 +35,7 @@ class ReadAhead:
         self.unit_limit = max(1, min(MAX_UNIT, budget // (2 * max(1, streams))))
         self.speculative = False
         self._fetchers = ThreadPoolExecutor(min(_FETCH_THREADS, max(2, streams)), "streamshard-fetch")
-        self.scratch = bytearray()  # for the block being decompressed; the streams share it, having one consumer
+        self.buffer = bytearray()  # for the block being decoded; the streams share it, having one consumer
         self._streams: list[StripeStream] = []
 
     def stream(self, access: ShardAccess, segments: Iterable[Segment], *, refs: bool) -> StripeStream:
@@ -89,9 +87,7 @@ class StripeStream:
         self._units = plan_units(plan_blocks(segments, access.index), self._limit)
         self._unit: Future[list[tuple[BlockPiece, memoryview]]] | None = None
         self._fetched: deque[tuple[BlockPiece, memoryview]] = deque()
-        self._reader = BlockReader(ahead.scratch)
-        self._piece: BlockPiece | None = None
-        self._slices: list[tuple[int, int]] = []  # rows of the open block that are left, the next ones last
+        self._rows: list[Any] = []  # of the current block, the next one last
 
     def request(self) -> None:
         """Ask for the next unit unless one is in flight."""
@@ -105,37 +101,26 @@ class StripeStream:
         return [] if unit is None else list(zip(unit, self._access.fetch(unit), strict=True))
 
     def take(self, count: int) -> list[Any]:
-        """The next `count` samples; with `refs`, (sample, shard, row) tuples. The caller knows that they exist."""
-        taken: list[Any] = []
-        while (missing := count - len(taken)) > 0:
-            if not self._slices:
-                self._next_block()
-            first, last = self._slices.pop()
-            if last - first > missing:
-                self._slices.append((first + missing, last))
-                last = first + missing
-            taken += self._rows(first, last)
-        return taken
+        """The next `count` samples; with `refs`, (sample, shard, row) tuples. The caller knows that they exist.
 
-    def _rows(self, first: int, last: int) -> list[Any]:
-        piece = self._piece
-        assert piece is not None  # there is one while there are slices
-        try:
-            samples = self._reader.rows(first, last)
-        except DataError:
-            with self._access.naming(piece.shard):
-                raise
-        if not self._refs:
-            return samples
-        row = piece.first_row
-        return list(zip(samples, repeat(piece.shard), range(row + first, row + last), strict=False))
+        They leave the block's list: a sample that waits in a shuffle buffer keeps itself alive and not its block, and one
+        that has been used is freed while it is still in the processor's cache.
+        """
+        while len(self._rows) < count:
+            earlier = self._rows
+            self._next_block()
+            self._rows += earlier
+        taken = self._rows[-count:] if count else []
+        del self._rows[len(self._rows) - count :]
+        taken.reverse()
+        return taken
 
     def _next_block(self) -> None:
         if not self._fetched:
             self._receive()
-        self._piece, frame = self._fetched.popleft()
-        self._access.open_block(self._reader, self._piece, frame)
-        self._slices = self._piece.slices[::-1]
+        piece, frame = self._fetched.popleft()
+        self._rows = self._deliver(piece, self._access.decode(piece, frame, self._ahead.buffer))
+        self._rows.reverse()
 
     def _receive(self) -> None:
         """Take the unit that was requested, waiting for it if need be, and ask for the one after it."""
@@ -145,3 +130,14 @@ class StripeStream:
         self._unit = None
         if self._fetched and self._ahead.speculative:
             self.request()
+
+    def _deliver(self, piece: BlockPiece, samples: list[Sample]) -> list[Any]:
+        """The rows that were asked for, with their refs if they were asked for too."""
+        whole = piece.slices == [(0, len(samples))]
+        if not self._refs:
+            return samples if whole else [s for first, last in piece.slices for s in samples[first:last]]
+        return [
+            (samples[row], piece.shard, piece.first_row + row)
+            for first, last in piece.slices
+            for row in range(first, last)
+        ]

@@ -1,4 +1,4 @@
-"""Blocks of a shard into samples, and which blocks hold which rows. No I/O: bytes come in, samples go out."""
+"""Blocks of a shard into samples, and which bytes hold which rows. Pure functions of values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamshard.errors import DataError
-from streamshard.shard.compression import MAX_BLOCK_BYTES, decompress_into, digest64
+from streamshard.shard.compression import decompress_into, digest64
 from streamshard.shard.layout import ShardIndex
-from streamshard.shard.records import BlockUnpacker, Sample
+from streamshard.shard.records import BLOCK_PREFIX, Sample, unpack_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,60 +34,26 @@ def locate_rows(index: ShardIndex, start: int, stop: int) -> Iterator[BlockRows]
         start, block = upto, block + 1
 
 
-class BlockReader:
-    """Delivers rows of blocks out of their compressed bytes. Made once per stream and used again; not thread-safe.
+def decode_block(index: ShardIndex, block: int, frame: bytes | memoryview, buffer: bytearray) -> list[Sample]:
+    """All samples of block `block`, out of its compressed bytes; every check of the format before anything is trusted.
 
-    Every check of the format comes before anything is trusted: the bytes against their hash, zstd's header against the
-    index, and after the last row the end of the data against the end of the block. Raises `DataError` naming block and rows.
-    `scratch` is memory for one decompressed block; readers used by one thread may share it.
+    `buffer` is scratch memory, grown to the largest block and free again on return. Raises `DataError` naming the block.
     """
-
-    def __init__(self, scratch: bytearray) -> None:
-        self._scratch = scratch
-        self._unpacker = BlockUnpacker(MAX_BLOCK_BYTES)
-        self._index: ShardIndex | None = None
-        self._block = 0
-        self._row = self._rows = 0
-
-    def open(self, index: ShardIndex, block: int, frame: bytes | memoryview) -> None:
-        """Begin with block `block`. The one before is left behind, wherever it stands."""
-        if self._row < self._rows:
-            self._unpacker = BlockUnpacker(MAX_BLOCK_BYTES)
-        self._index, self._block = index, block
-        self._row, self._rows = 0, int(index.samples[block])
-        try:
-            self._decompress(index, frame)
-        except DataError as error:
-            raise self._named(error) from error
-
-    def _decompress(self, index: ShardIndex, frame: bytes | memoryview) -> None:
-        found, expected = digest64(frame), int(index.hashes[self._block])
-        if len(frame) != int(index.compressed[self._block]) or found != expected:
+    found = digest64(frame)
+    expected = int(index.hashes[block])
+    size = BLOCK_PREFIX + int(index.uncompressed[block])
+    try:
+        if len(frame) != int(index.compressed[block]) or found != expected:
             raise DataError(
-                f"its {len(frame)} bytes have hash {found:016x} where the index has {index.compressed[self._block]} bytes "
+                f"its {len(frame)} bytes have hash {found:016x} where the index has {index.compressed[block]} bytes "
                 f"with {expected:016x}: the object is damaged or was replaced"
             )
-        size = int(index.uncompressed[self._block])
-        if len(self._scratch) < size <= MAX_BLOCK_BYTES:
-            self._scratch.extend(bytes(size - len(self._scratch)))
-        with memoryview(self._scratch)[:size] as plain:
-            decompress_into(frame, plain)
-            self._unpacker.feed(plain)
-
-    def rows(self, first: int, last: int) -> list[Sample]:
-        """Rows [first, last) of the open block; `first` is not before the end of the rows taken earlier."""
-        try:
-            if first > self._row:
-                self._unpacker.skip(first - self._row)
-            samples = self._unpacker.take(last - first)
-            self._row = last
-            if last == self._rows:
-                self._unpacker.finish()
-        except DataError as error:
-            raise self._named(error) from error
-        return samples
-
-    def _named(self, error: DataError) -> DataError:
-        assert self._index is not None  # only called with a block open
-        end = int(self._index.row_ends[self._block])
-        return DataError(f"block {self._block} (rows {end - self._rows} to {end - 1}): {error}")
+        if len(buffer) < size:
+            buffer.extend(bytes(size - len(buffer)))
+        with memoryview(buffer)[:size] as prefixed:
+            with prefixed[BLOCK_PREFIX:] as target:
+                decompress_into(frame, target)
+            return unpack_block(prefixed, int(index.samples[block]))
+    except DataError as error:
+        end = int(index.row_ends[block])
+        raise DataError(f"block {block} (rows {end - int(index.samples[block])} to {end - 1}): {error}") from error
