@@ -116,6 +116,7 @@ class StreamDataset(IterableDataset[Any]):
         self._manifest: Manifest | None = None
         self._history: list[tuple[int, str]] = []  # earlier dataset versions: (first epoch, version)
         self._pending: Snapshot | None = None
+        self._pending_pid = 0  # the process that loaded it
         self._iteration: Iteration | None = None
         self._reader = Reader()
         self._iteration_epoch = 0
@@ -221,10 +222,11 @@ class StreamDataset(IterableDataset[Any]):
         return iteration
 
     def _pending_of(self, worker: Any) -> Snapshot | None:
-        """The loaded state, if it still waits. Workers that are started for every epoch get a copy of it each time; only
-        those of the first round may use it.
+        """The loaded state, if it still waits. Workers that are started for every epoch get a copy of their parent's each
+        time; only those of the first round may use it. A state that a worker loaded itself is its own.
         """
-        if worker is not None and int(self._shared[_CONSUMED_BY]) not in (0, _loader_round(worker)):
+        inherited = self._pending_pid != os.getpid()
+        if worker is not None and inherited and int(self._shared[_CONSUMED_BY]) not in (0, _loader_round(worker)):
             return None
         return self._pending
 
@@ -366,6 +368,7 @@ class StreamDataset(IterableDataset[Any]):
             self._shared[_WORKERS_READ] = self._shared[_CONSUMED_BY] = 0
         if not self._repeat:
             self._shared[_EPOCH] = snapshot.epoch  # also from a worker: all of them load the same epoch
+        self._pending_pid = os.getpid()
         self._pending = Snapshot(snapshot.scope, self._fingerprint(), snapshot.epoch, partitions, snapshot.contents)
 
     def _restart_steps(self, part: PartitionState) -> PartitionState:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -18,8 +17,6 @@ from streamshard.snapshot_contents import encode_contents
 from streamshard.state import PartitionState
 from streamshard.steps.pipeline import open_stages
 from streamshard.steps.step import Stage, Step, StepContext
-
-_logger = logging.getLogger("streamshard")
 
 
 class Book:

@@ -269,6 +269,18 @@ def test_a_state_loaded_in_main_is_used_by_the_first_pass_of_workers_only(datase
         resumed.state_dict()
 
 
+def test_a_state_loaded_in_the_workers_is_used_in_every_pass_that_loads_one(dataset_203):
+    state = _state_after(dataset_203, 50)
+    dataset = ss.StreamDataset(dataset_203, ss.Map(only_id), partitions=4)
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=2, multiprocessing_context="fork",
+        worker_init_fn=lambda _: torch.utils.data.get_worker_info().dataset.load_state_dict(state),
+    )  # fmt: skip
+    tail = ids(loader)
+    assert len(tail) == 203 - 50
+    assert ids(loader) == tail
+
+
 def _state_after(directory, count):
     dataset = ss.StreamDataset(directory, ss.Map(only_id), partitions=4)
     iterator = iter(dataset)

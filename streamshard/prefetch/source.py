@@ -217,7 +217,6 @@ class _PartitionReads:
         known = [sample for _, sample in self._numbered(list(range(self._first, self._resume)))]
         self._known = {}
         yield known
-        del known
         read = self._resume
         for stripe, rows in self._part.runs(read):
             taken = self._streams[stripe].take(rows)
