@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import streamshard as ss
+from streamshard.storage import engine
 
 
 def write_dataset(directory: Path | str, count: int, *, per_shard: int = 40, block_bytes: int = 400, **options) -> str:
@@ -39,11 +41,19 @@ def dataset_1000(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    """Every thread of ours that a test started ends with it."""
+def no_thread_and_no_request_is_left() -> Iterator[None]:
+    """Every thread of ours that a test started ends with it, but for the process's one engine; so does every request."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("streamshard"):
+        if thread.name.startswith("streamshard") and not thread.name.startswith(("streamshard-io", "streamshard-blocking")):
             thread.join(timeout=5)
             assert not thread.is_alive(), f"{thread.name} is still running"
+    if engine._current is not None:
+        left = engine._current.run(_requests_left())
+        assert not left, f"still running: {left}"
+
+
+async def _requests_left() -> set[asyncio.Task]:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    return (await asyncio.wait(others, timeout=5))[1] if others else set()

@@ -11,11 +11,16 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from streamshard.errors import StorageError
-from streamshard.storage.store import ObjectStat
+from streamshard.observe.events import StorageCounters
+from streamshard.storage.engine import current_engine
+from streamshard.storage.store import ObjectStat, Range, Reply
+
+_PARALLEL_READS = 16.0  # as many as there are threads for them
 
 
 class LocalStore:
@@ -36,19 +41,37 @@ class LocalStore:
             return _object_stat(key, os.stat(self._root / key))
 
     def get(self, key: str, start: int, stop: int) -> bytes:
-        path = self._root / key
+        return self._fetch(Range(key, start, stop)).data
+
+    def fetch(self, wanted: Range) -> Future[Reply]:
+        """Reads on a thread of the process's engine; the tag is taken from the open file, so it is that of these bytes."""
+        return current_engine().submit_blocking(self._fetch, wanted)
+
+    def _fetch(self, wanted: Range) -> Reply:
+        path = self._root / wanted.key
         with _translated(path):
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                data = os.pread(descriptor, stop - start, start)
+                data = os.pread(descriptor, wanted.stop - wanted.start, wanted.start)
+                stat = _object_stat(wanted.key, os.fstat(descriptor))
             finally:
                 os.close(descriptor)
-        if len(data) != stop - start:
+        if wanted.tag and stat.tag != wanted.tag:
             raise StorageError(
-                f"{path}: asked for bytes {start} to {stop}, got {len(data)}: the file is shorter than the manifest says",
-                kind="corrupt",
+                f"{path}: the file was replaced while it was being read: it was version {wanted.tag} and is now {stat.tag}; do "
+                f"not overwrite shards of a dataset that is in use",
+                kind="changed",
             )
-        return data
+        if len(data) != wanted.stop - wanted.start:
+            raise StorageError(_too_short(path, wanted.start, wanted.stop, len(data)), kind="corrupt")
+        return Reply(data, stat.tag, stat.size)
+
+    def allowance(self) -> float:
+        return _PARALLEL_READS
+
+    def counters(self) -> StorageCounters:
+        """Nothing is counted: a directory is not asked over a network."""
+        return StorageCounters()
 
     def read(self, key: str) -> bytes:
         with _translated(self._root / key):
@@ -94,6 +117,10 @@ class LocalStore:
     def delete(self, key: str) -> None:
         with _translated(self._root / key):
             (self._root / key).unlink(missing_ok=True)
+
+
+def _too_short(path: Path, start: int, stop: int, got: int) -> str:
+    return f"{path}: asked for bytes {start} to {stop}, got {got}: the file is shorter than the manifest says"
 
 
 def _object_stat(key: str, stat: os.stat_result) -> ObjectStat:

@@ -1,9 +1,12 @@
-"""What the rest asks of an object store: a few verbs, bytes in and out. Every transport and wrapper has these."""
+"""What the rest asks of an object store, and what storage asks of a transport. A few verbs, bytes in and out."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
+
+from streamshard.observe.events import StorageCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +16,35 @@ class ObjectStat:
     key: str
     size: int
     tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A range of an object, the tag of the version it is from ("" where the store says none), and the object's size."""
+
+    data: bytes
+    tag: str
+    size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes [start, stop) of an object.
+
+    tag: only of this version of the object; a different one is kind ``changed``.
+    version: a name for the content that is known without asking the store (a digest in a manifest): with it the range may
+        come from a cache.
+    urgent: somebody waits for it now; it goes before the others.
+    fresh: not from a cache: what came from there was wrong.
+    """
+
+    key: str
+    start: int
+    stop: int
+    tag: str = ""
+    version: str = ""
+    urgent: bool = True
+    fresh: bool = False
 
 
 class Store(Protocol):
@@ -32,6 +64,15 @@ class Store(Protocol):
     def get(self, key: str, start: int, stop: int) -> bytes:
         """Exactly the bytes [start, stop) of an object; a short or long answer is kind ``corrupt``."""
 
+    def fetch(self, wanted: Range) -> Future[Reply]:
+        """Begin to get a range. Cancelling the future ends the request."""
+
+    def allowance(self) -> float:
+        """How many requests may be in flight just now, 1.0 or more; it falls while the store throttles."""
+
+    def counters(self) -> StorageCounters:
+        """What was asked of the store in this process so far."""
+
     def read(self, key: str) -> bytes:
         """A whole object (manifests and other small ones)."""
 
@@ -49,3 +90,25 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is fine."""
+
+
+class Transport(Protocol):
+    """One library's way to a store. Every verb is one attempt: one request, no retries; failures are `StorageFault`.
+
+    Used on one event loop. Wrappers (`Resilient`, `Cached`) have the same verbs and raise `StorageError`.
+    """
+
+    endpoint: str  # what throttles as one, for messages and limits
+
+    async def stat(self, key: str) -> ObjectStat: ...
+    async def get(self, wanted: Range) -> Reply: ...
+    async def list(self, prefix: str) -> list[ObjectStat]: ...
+    async def put(self, key: str, data: bytes) -> None: ...
+    async def put_if(self, key: str, data: bytes, tag: str | None) -> bool: ...
+    async def delete(self, key: str) -> None: ...
+
+    def refresh(self) -> bool:
+        """Get new credentials for the next request; False where they are fixed."""
+
+    async def close(self) -> None:
+        """End connections."""

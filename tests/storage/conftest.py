@@ -9,6 +9,8 @@ import os
 import pytest
 
 from streamshard.storage.open import open_store
+from streamshard.storage.policy import StoragePolicy
+from streamshard.testing.faults import fault_server
 from streamshard.testing.servers import gcs_server, s3_server
 
 _numbers = itertools.count()
@@ -34,6 +36,27 @@ def gcs(tmp_path_factory):
         yield server.storage_options, server.make_bucket
 
 
+def fast(**changes):
+    """The default policy with short waits: what is tested is what happens, not how long it takes."""
+    waits = {"backoff_s": 0.01, "throttle_backoff_s": 0.05, "hidden_retry_after_s": 0.1, "stall_s": 0.6, "first_byte_s": 5.0}
+    return StoragePolicy(**{**waits, **changes})
+
+
+FAST = fast()
+
+
+@pytest.fixture(scope="session")
+def server():
+    """A store that misbehaves as it is told."""
+    with fault_server() as running:
+        yield running
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def transport(request):
+    return request.param
+
+
 @pytest.fixture(params=["directory", "s3", "gcs", "memory"])
 def place(request, tmp_path):
     """(url, storage options) of an empty place in each kind of store."""
@@ -46,6 +69,14 @@ def place(request, tmp_path):
     return f"{make_bucket(f'bucket-{number}')}/some/place", options
 
 
-@pytest.fixture
-def store(place):
-    return open_store(*place)
+@pytest.fixture(params=["directory", "s3-obstore", "s3-fsspec", "gcs-fsspec", "memory"])
+def store(request, tmp_path):
+    """An empty store of each kind, through each transport."""
+    kind, _, transport = request.param.partition("-")
+    number = next(_numbers)
+    if kind == "directory":
+        return open_store(str(tmp_path / "place"))
+    if kind == "memory":
+        return open_store(f"memory://place-{number}")
+    options, make_bucket = request.getfixturevalue(kind)
+    return open_store(f"{make_bucket(f'bucket-{number}')}/some/place", options, transport=transport)

@@ -1,0 +1,1 @@
+"""What happened, as frozen records for hooks."""

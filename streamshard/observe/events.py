@@ -1,0 +1,57 @@
+"""The records that a hook receives. Frozen values without behaviour: exporters (a log, a metrics server) are the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class ThrottlingBegan:
+    """An endpoint answered that it is asked too often; `limit` is the number of requests in flight allowed from now on."""
+
+    endpoint: str
+    cause: str
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class ThrottlingEnded:
+    """The first good answer after throttling that lasted `seconds`."""
+
+    endpoint: str
+    seconds: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class StorageCounters:
+    """What one dataset's store has done in this process so far. Times in seconds, sizes in bytes.
+
+    retries: by cause (transient, timeout, corrupt, expired). throttled: answers that said so.
+    hedges, hedge_wins: second requests sent, and those that were faster. limit, in_flight: of the endpoint, just now.
+    cache_hits, cache_misses: pieces of objects found on the local disk, and not.
+    stalls: how often the consumer had to wait for storage; waiting_storage_s: how long; decoding_s: time it spent in
+    decompressing and unpacking. lookahead_bytes, lookahead_peak: compressed bytes waiting or in flight, now and at most.
+    """
+
+    requests: int = 0
+    bytes: int = 0
+    retries: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    throttled: int = 0
+    hedges: int = 0
+    hedge_wins: int = 0
+    limit: float = 0.0
+    in_flight: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    stalls: int = 0
+    waiting_storage_s: float = 0.0
+    decoding_s: float = 0.0
+    lookahead_bytes: int = 0
+    lookahead_peak: int = 0
+
+
+Event = ThrottlingBegan | ThrottlingEnded | StorageCounters
+Hook = Callable[[Event], None]
