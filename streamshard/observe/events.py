@@ -18,10 +18,11 @@ class ThrottlingBegan:
 
 @dataclass(frozen=True, slots=True)
 class ThrottlingEnded:
-    """The first good answer after throttling that lasted `seconds`."""
+    """An endpoint has not throttled for a while: `answers` throttled answers came within `seconds`."""
 
     endpoint: str
     seconds: float
+    answers: int
     limit: float
 
 

@@ -8,7 +8,7 @@ import itertools
 from typing import Any
 
 from streamshard.storage.hedging import HedgePolicy
-from streamshard.storage.limiter import Limiter, RetryBudget
+from streamshard.storage.limiter import Episode, Limiter, RetryBudget
 from streamshard.storage.policy import StoragePolicy
 
 
@@ -19,6 +19,7 @@ class Endpoint:
         self.name = name
         self.limiter = Limiter(policy)
         self.budget = RetryBudget(policy)
+        self.episode = Episode()
         self.hedge = HedgePolicy(policy)
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
@@ -63,7 +64,7 @@ class Endpoint:
             heapq.heappop(self._waiting)
             if not turn.done():
                 turn.set_result(None)
-        if self._waiting and now < self.limiter.paused_until:
+        if self._waiting and now < self.limiter.opens_at:
             if self._alarm is not None:
                 self._alarm.cancel()
-            self._alarm = self._loop.call_at(self.limiter.paused_until, self._admit)
+            self._alarm = self._loop.call_at(self.limiter.opens_at, self._admit)

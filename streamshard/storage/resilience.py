@@ -136,7 +136,8 @@ class Resilient:
     async def close(self) -> None:
         await self._inner.close()
 
-    def _tell(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
+        """Hand a record to the hook."""
         if self._hook is not None:
             try:
                 self._hook(event)
@@ -228,21 +229,25 @@ class _Effort:
         return result
 
     def _throttled(self, fault: StorageFault, started: float, now: float) -> None:
-        limiter = self._shared.limiter
+        shared, limiter = self._shared, self._shared.limiter
         self._tally.throttled += 1
-        if limiter.throttled(started, now, fault.retry_after):
+        limiter.throttled(started, now, fault.retry_after)
+        if shared.episode.throttled(now):
             _logger.warning(
-                "%s throttles (%s): pausing, then probing; at most %d requests in flight",
-                self._shared.name, fault, max(1, int(limiter.limit)),
+                "%s throttles (%s): requests pause, then come back slowly; at most %d in flight",
+                shared.name, fault, max(1, int(limiter.limit)),
             )  # fmt: skip
-            self._store._tell(ThrottlingBegan(self._shared.name, str(fault), limiter.limit))  # noqa: SLF001
+            self._store.tell(ThrottlingBegan(shared.name, str(fault), limiter.limit))
 
     def _good(self, started: float, now: float) -> None:
-        limiter = self._shared.limiter
-        since = limiter.throttled_since
-        if limiter.good(started, now) and since is not None:
-            _logger.warning("%s answers again after %.1f s of throttling", self._shared.name, now - since)
-            self._store._tell(ThrottlingEnded(self._shared.name, now - since, limiter.limit))  # noqa: SLF001
+        shared, limiter = self._shared, self._shared.limiter
+        limiter.good(started, now)
+        lasted = shared.episode.good(now)
+        if lasted is not None:
+            _logger.warning(
+                "%s has stopped throttling: %d throttled answers in %.1f s", shared.name, shared.episode.answers, lasted
+            )
+            self._store.tell(ThrottlingEnded(shared.name, lasted, shared.episode.answers, limiter.limit))
 
     async def recover(self, fault: StorageFault) -> None:
         """Wait until it may be tried again; raises `StorageError` when that is hopeless."""
