@@ -42,7 +42,7 @@ def only_decompress(directory: str) -> int:
     decompressor = zstandard.ZstdDecompressor()
     segments = [(shard, 0, int(rows)) for shard, rows in enumerate(access.manifest.samples)]
     for unit in plan_units(plan_blocks(segments, access.index), lambda: 8 << 20):
-        for frame in access.fetch(unit):
+        for frame in next(access.fetch([unit])):
             decompressor.decompress(frame)
     return access.manifest.total_samples
 

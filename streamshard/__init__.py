@@ -3,7 +3,7 @@
 from streamshard.catalog import open_manifest
 from streamshard.dataset import StreamDataset
 from streamshard.distributed.topology import Topology
-from streamshard.errors import DataError, StateError, StorageError, StreamshardError, UsageError
+from streamshard.errors import CorruptError, DataError, StateError, StorageError, StreamshardError, UsageError
 from streamshard.map_dataset import MapDataset
 from streamshard.order.cursor import Ref
 from streamshard.state import merge_states
@@ -11,12 +11,14 @@ from streamshard.steps.batch import Batch
 from streamshard.steps.filter import Filter
 from streamshard.steps.flat_map import FlatMap
 from streamshard.steps.map import Map
+from streamshard.storage.policy import StoragePolicy
 from streamshard.writer import DatasetWriter, WriterProgress, commit_writers
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "CorruptError",
     "DataError",
     "DatasetWriter",
     "Filter",
@@ -26,6 +28,7 @@ __all__ = [
     "Ref",
     "StateError",
     "StorageError",
+    "StoragePolicy",
     "StreamDataset",
     "StreamshardError",
     "Topology",

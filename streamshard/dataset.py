@@ -20,6 +20,7 @@ from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
 from streamshard.iteration import Book, Iteration
+from streamshard.observe.events import Hook, StorageCounters
 from streamshard.order.cursor import innermost
 from streamshard.order.partition import ALGORITHM, OrderSpec
 from streamshard.order.rotation import Reader, check_divides, owned, raggedness, resolve_partitions
@@ -38,6 +39,7 @@ from streamshard.state import (
 from streamshard.steps.pipeline import batch_fingerprint, check_steps, start_cursor, steps_fingerprint, wants_refs
 from streamshard.steps.step import Step, StepContext
 from streamshard.storage.open import open_store
+from streamshard.storage.policy import StoragePolicy
 
 _logger = logging.getLogger("streamshard")
 
@@ -66,7 +68,12 @@ class StreamDataset(IterableDataset[Any]):
         again.
     provenance: adds a `Ref` (source, shard, row) to each sample under ``__ref__``.
     prefetch_bytes: budget of compressed bytes fetched ahead by this process.
-    storage_options: for the fsspec filesystem.
+    storage_options: credentials, endpoint and the like, in the words of s3fs and gcsfs; docs/storage.md.
+    transport: ``"obstore"`` or ``"fsspec"``; default obstore where it is installed and knows all options.
+    storage_policy: retries, limits, time-outs, hedging; a `StoragePolicy`.
+    on_event: called with frozen records of `streamshard.observe.events`: throttling as it begins and ends, and counters
+        every ten seconds and at the end of an iteration. It runs on the thread where things happen: keep it short. With
+        DataLoader workers each process calls its own copy.
 
     The constructor sends no request. Not thread-safe; each process (DataLoader worker) works on its own copy.
     """
@@ -86,6 +93,9 @@ class StreamDataset(IterableDataset[Any]):
         provenance: bool = False,
         prefetch_bytes: int = 256 << 20,
         storage_options: Mapping[str, Any] | None = None,
+        transport: str | None = None,
+        storage_policy: StoragePolicy | None = None,
+        on_event: Hook | None = None,
     ) -> None:
         super().__init__()
         check_steps(steps)
@@ -98,7 +108,8 @@ class StreamDataset(IterableDataset[Any]):
             raise UsageError(f"seed={seed!r} of type {type(seed).__name__} must be an int")
         self.steps = steps
         self.topology = topology
-        self._store = open_store(source, storage_options)
+        self._store = open_store(source, storage_options, transport=transport, policy=storage_policy, hook=on_event)
+        self._on_event = on_event
         self._order = OrderSpec(
             partitions=0,  # filled in when an iteration begins
             seed=seed,
@@ -173,6 +184,12 @@ class StreamDataset(IterableDataset[Any]):
         """What steps have dropped so far in this process's partitions, by step."""
         iteration = self._current_iteration()
         return iteration.counters() if iteration is not None else {}
+
+    def storage_counters(self) -> StorageCounters:
+        """What this process has asked of the store for this dataset, and what the current iteration has waited for."""
+        iteration = self._current_iteration()
+        counters = self._store.counters()
+        return iteration.storage_counters(counters) if iteration is not None else counters
 
     def _current_iteration(self) -> Iteration | None:
         """The newest iteration of this process; a forked worker also holds its parent's, which is none of its business."""
@@ -283,7 +300,14 @@ class StreamDataset(IterableDataset[Any]):
             interleave=spec.interleave,
             keep=self._snapshot == "contents",
             contents=self._contents(snapshot, set(live)),
+            report=self._report_counters if self._on_event is not None else None,
         )
+
+    def _report_counters(self, iteration: Iteration) -> None:
+        try:
+            self._on_event(iteration.storage_counters(self._store.counters()))  # type: ignore[misc]  # only if there is one
+        except Exception:  # a hook's fault must not fail a read
+            _logger.exception("on_event=%r failed", self._on_event)
 
     def _share(
         self, scope: str, turns: dict[int, int], done: Collection[int], reader: Reader

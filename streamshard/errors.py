@@ -22,7 +22,8 @@ class DataError(StreamshardError, ValueError):
 class StorageError(StreamshardError, OSError):
     """The store did not deliver. ``kind`` says why.
 
-    ``kind`` is one of ``missing``, ``denied``, ``changed``, ``corrupt``, ``transient``.
+    ``kind`` is one of ``missing``, ``denied``, ``expired`` (credentials), ``changed`` (the object was replaced), ``corrupt``
+    (wrong bytes), ``throttle``, ``timeout``, ``transient``.
     """
 
     def __init__(self, message: str, *, kind: str = "transient") -> None:
@@ -31,6 +32,15 @@ class StorageError(StreamshardError, OSError):
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword-only arguments do not survive the default
         return _rebuild_storage_error, (type(self), str(self), self.kind)
+
+
+class CorruptError(StorageError, DataError):
+    """The store delivers bytes that are not the dataset's, also when asked again. Its fault or the data's: either base
+    catches it. ``kind`` is ``corrupt``.
+    """
+
+    def __init__(self, message: str, *, kind: str = "corrupt") -> None:
+        super().__init__(message, kind=kind)
 
 
 def _rebuild_storage_error(cls: type[StorageError], message: str, kind: str) -> StorageError:

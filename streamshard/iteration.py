@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from streamshard.observe.events import StorageCounters
 from streamshard.order.cursor import Cursor, Ref, innermost
 from streamshard.order.partition import EpochOrder, OrderSpec
 from streamshard.order.rotation import rotate
@@ -144,6 +146,7 @@ class Iteration:
         interleave: int,
         keep: bool,
         contents: Mapping[int, Mapping[tuple[int, int], Any]],
+        report: Callable[[Iteration], None] | None = None,
     ) -> None:
         self.carried = dict(carried)
         self.exhausted = False
@@ -152,7 +155,8 @@ class Iteration:
             stage = open_stages(steps, state.cursor, context, _Finished)
             self._finished_counters.update(dict(stage.counters()))
         self._keep = keep
-        self._ahead = ReadAhead(budget, max(1, len(live) * interleave))
+        tell = None if report is None else partial(report, self)
+        self._ahead = ReadAhead(budget, max(1, len(live) * interleave), tell)
         self.runs: list[PartitionRun | PlainRun] = []
         for p, state in live.items():
             source = PartitionSource(
@@ -192,6 +196,10 @@ class Iteration:
             return {}
         kept = {run.p: samples for run in self.runs if not run.done and (samples := run.source.kept())}
         return {",".join(map(str, kept)): encode_contents(kept)} if kept else {}
+
+    def storage_counters(self, store: StorageCounters) -> StorageCounters:
+        """`store`'s counters completed by what this iteration has waited for."""
+        return self._ahead.counters(store)
 
     def counters(self) -> dict[str, int]:
         """What the steps have dropped in the partitions read here."""

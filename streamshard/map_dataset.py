@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
 
 import numpy as np
@@ -32,9 +31,9 @@ from streamshard.state import (
     scope_name,
 )
 from streamshard.storage.open import open_store
+from streamshard.storage.policy import StoragePolicy
 
 _UNIT = 8 << 20
-_FETCHES = 8
 _CHUNK = 1024  # indices computed at a time
 
 
@@ -47,9 +46,15 @@ class MapDataset(Dataset[Any]):
     """
 
     def __init__(
-        self, source: str, *, storage_options: Mapping[str, Any] | None = None, cached_blocks: int = 16
+        self,
+        source: str,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        cached_blocks: int = 16,
+        transport: str | None = None,
+        storage_policy: StoragePolicy | None = None,
     ) -> None:
-        self._store = open_store(source, storage_options)
+        self._store = open_store(source, storage_options, transport=transport, policy=storage_policy)
         self._access: ShardAccess | None = None
         self._cached_blocks = cached_blocks
         self._cache: OrderedDict[tuple[int, int], list[Sample]] = OrderedDict()
@@ -119,7 +124,7 @@ class MapDataset(Dataset[Any]):
         }
         units = list(plan_units([p for p in pieces if (p.shard, p.block) not in blocks], lambda: _UNIT))
         buffer = bytearray()
-        for unit, frames in zip(units, self._fetch(access, units), strict=True):
+        for unit, frames in zip(units, access.fetch(units), strict=True):
             for piece, frame in zip(unit, frames, strict=True):
                 blocks[piece.shard, piece.block] = access.decode(piece, frame, buffer)
         for place, samples in blocks.items():
@@ -128,12 +133,6 @@ class MapDataset(Dataset[Any]):
         while len(self._cache) > self._cached_blocks:
             self._cache.popitem(last=False)
         return blocks
-
-    def _fetch(self, access: ShardAccess, units: list[list[BlockPiece]]) -> list[list[memoryview]]:
-        if len(units) <= 1:
-            return [access.fetch(unit) for unit in units]
-        with ThreadPoolExecutor(min(_FETCHES, len(units)), "streamshard-fetch") as pool:
-            return list(pool.map(access.fetch, units))
 
     def sampler(
         self,

@@ -46,7 +46,9 @@ def no_thread_and_no_request_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("streamshard") and not thread.name.startswith(("streamshard-io", "streamshard-blocking")):
+        if thread.name.startswith("streamshard") and not thread.name.startswith(
+            ("streamshard-io", "streamshard-blocking")
+        ):
             thread.join(timeout=5)
             assert not thread.is_alive(), f"{thread.name} is still running"
     if engine._current is not None:

@@ -101,16 +101,16 @@ def test_a_missing_shard(directory):
 
 
 @pytest.mark.parametrize(
-    ("change", "value"), [(lambda data: data[:-100], "bytes where the manifest says"),
+    ("change", "value"), [(lambda data: data[:-100], "bytes than the manifest says"),
                           (lambda data: data + b"more", "bytes where the manifest says"),
-                          (lambda data: data[: len(data) // 2], "bytes where the manifest says")],
+                          (lambda data: data[: len(data) // 2], "bytes than the manifest says")],
 )  # fmt: skip
 def test_a_shard_of_another_size(directory, change, value):
     path = shard_file(directory)
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ss.DataError) as error:
+    with pytest.raises(ss.CorruptError) as error:
         read(directory)
-    check(error, ss.DataError, "shard 1", value, "Restore the object, or write the dataset again")
+    check(error, ss.CorruptError, "shard 1", value, "Restore the object, or write the dataset again")
 
 
 def test_a_shard_replaced_by_a_consistent_other_one(tmp_path, directory):
@@ -120,9 +120,9 @@ def test_a_shard_replaced_by_a_consistent_other_one(tmp_path, directory):
     data = source.read_bytes()
     size = target.stat().st_size
     target.write_bytes(data[:size].ljust(size, b"\0"))
-    with pytest.raises(ss.DataError) as error:
+    with pytest.raises(ss.CorruptError) as error:
         read(directory)
-    check(error, ss.DataError, "shard 1", "is not the one the manifest pins", "Restore the object")
+    check(error, ss.CorruptError, "shard 1", "is not the one the manifest pins", "Restore the object")
 
 
 def test_a_flipped_bit_anywhere_that_is_read_is_noticed_and_the_samples_before_it_are_right(directory):

@@ -6,6 +6,7 @@ import collections
 import gc
 import itertools
 import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import streamshard as ss
 from streamshard.prefetch.scheduler import StripeStream
 from streamshard.shard.records import pack_sample
 from streamshard.steps.tensors import collate
+from streamshard.storage import engine
 from tests.conftest import sample, write_dataset
 
 
@@ -478,32 +480,40 @@ def test_a_state_shares_nothing_with_the_running_dataset(dataset_203):
 
 
 def test_nothing_speculative_is_read_before_the_first_item(tmp_path):
-    directory = write_dataset(tmp_path / "ds", 2000, per_shard=500, block_bytes=2000)
-    dataset = ss.StreamDataset(directory, partitions=4, shuffle_buffer=8)
+    """A block for each stripe of each partition, and, where a shard's index is not known yet, at most half a megabyte."""
+    noise = np.random.default_rng(0)
+    with ss.DatasetWriter(tmp_path / "ds", shard_bytes=8 << 20, block_bytes=100_000) as writer:
+        for number in range(8000):
+            writer.write({"id": number, "data": noise.bytes(4000)})
+    dataset = ss.StreamDataset(tmp_path / "ds", partitions=4, shuffle_buffer=8)
     iterator = iter(dataset)
     next(iterator)
     access = dataset._iteration.runs[0].source._book.epoch(0)[1]
-    manifest = ss.open_manifest(directory)
-    at_first = access.requested_bytes
-    largest = max(int(access.index(shard).compressed.max()) for shard in range(len(manifest)))
-    assert at_first <= 4 * 2 * largest + int(manifest.index_bytes.sum())  # a block for each stripe of each partition
+    manifest = ss.open_manifest(tmp_path / "ds")
+    at_first, requests = access.requested_bytes, access.requests
+    assert at_first <= 4 * 2 * (100_000 + 4000 + (512 << 10)) + 2 * int(manifest.index_bytes.sum())
+    assert requests <= 4 * 2 * 2
     for _ in range(20):
         next(iterator)
-    assert access.requested_bytes > at_first
+    assert access.requested_bytes > 2 * at_first
     iterator.close()
 
 
-def test_abandoned_iterators_leave_no_thread(dataset_1000):
+@pytest.mark.parametrize("speculative", [False, True])
+def test_two_hundred_abandoned_iterators_leave_no_thread_and_no_descriptor(dataset_1000, speculative):
     dataset = ss.StreamDataset(dataset_1000, partitions=4)
     logging.getLogger("streamshard").setLevel(logging.ERROR)
-    for _ in range(50):
-        next(iter(dataset))
+    list(itertools.islice(dataset, 2))  # the process's engine, which stays, is there
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(200):
+        list(itertools.islice(dataset, 1 + speculative))
     logging.getLogger("streamshard").setLevel(logging.NOTSET)
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while any(t.name.startswith("streamshard") for t in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the threads end by themselves; this waits for an event that has no handle
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("streamshard")]
+    idle = threading.Barrier(17)  # every thread for files has finished what it was doing
+    for _ in range(16):
+        engine.current_engine().submit_blocking(idle.wait)
+    idle.wait(timeout=30)
+    assert threading.active_count() <= threads + 16  # the engine's threads for files, sixteen at most
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_an_abandoned_iterator_lets_go_of_what_was_read_ahead_without_the_collector(dataset_1000):

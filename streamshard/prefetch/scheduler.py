@@ -1,104 +1,255 @@
-"""Threads that fetch ahead of the consumer, within a byte budget. One `ReadAhead` per iteration.
+"""Requests for what will be needed, ahead of time and within a byte budget. One `ReadAhead` per iteration.
 
-Every stripe of every partition is a sequential stream. While one unit (a ranged GET of neighbouring blocks) is being
-consumed, the stream's next one is in flight. So with S live streams at most 2 * S units of budget / (2 * S) bytes wait, and
-whatever the consumer needs next has always been asked for: a stream never waits for another one's share, which is what rules
-out deadlock.
+Every stripe of every partition is a sequential stream, and all advance at about the same rate. So the stream that will run
+out first is the one with the fewest rows ahead, and it gets the next request: that is the order of need over all partitions.
+How many requests are in flight is the store's to say (its allowance falls while it throttles, and the budget with it); how
+many bytes wait is bounded by the budget. A stream that the consumer waits for is served at once whatever the bounds say,
+with one block at least: no stream ever waits for another one's bytes, which is what rules out deadlock.
 
-Blocks are decompressed and unpacked by the consumer, one at a time and into one reused buffer. Threads for it were measured:
-the hand-overs of the GIL cost as much as the parallel zstd gains (docs/decisions/0003-decode-in-the-consumer.md).
+Until the first item has been handed out nothing is speculative: each stream asks for the rows that filling the shuffle buffer
+takes. After that its requests double up to its share of the budget, per stream and not per shard.
 
-Until the first item has been handed out nothing is speculative: each stream asks for one block when it is needed. After
-that units double up to their share, per stream and not per shard.
+Answers arrive on the store's thread, which slices and plans; the consumer decompresses and unpacks, one block at a time and
+into one reused buffer. Threads for that were measured: the hand-overs of the GIL cost as much as the parallel zstd gains
+(docs/decisions/0003-decode-in-the-consumer.md).
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from streamshard.errors import CorruptError, StorageError
+from streamshard.observe.events import StorageCounters
 from streamshard.prefetch.access import ShardAccess
-from streamshard.prefetch.plan import BlockPiece, Segment, plan_blocks, plan_units
+from streamshard.prefetch.plan import BlockPiece, Request, Segment, StripePlan
 from streamshard.shard.records import Sample
+from streamshard.storage.store import Reply
 
 MAX_UNIT = 8 << 20  # larger ranges gain nothing on S3 and GCS (AWS and AnyBlob advise 8-16 MiB)
-_FIRST_UNIT = 1 << 20  # the first speculative unit
-_FETCH_THREADS = 16
+_FIRST_UNIT = 1 << 20  # the first speculative request of a stream
+_EASY = 8  # requests in flight from which on the budget is used whole
+_ALL_ROWS = 1 << 62
+_REPORT_S = 10.0  # between two records of counters for the hook
+
+Blocks = deque[tuple[BlockPiece, memoryview]]
+
+
+class _Slot:
+    """A request of a stream, on its way or arrived, until its last block is used up."""
+
+    def __init__(self, request: Request, *, urgent: bool) -> None:
+        self.request = request
+        self.urgent = urgent
+        self.ready: Future[Blocks] = Future()
+        self.fresh = False
+        self.rows = request.rows
 
 
 class ReadAhead:
-    """The threads and the budget shared by the streams of one iteration. Closed with `close`, from any thread."""
+    """The budget and the bookkeeping shared by the streams of one iteration. Closed with `close`, from any thread.
 
-    def __init__(self, budget: int, streams: int) -> None:
+    budget: bytes. streams: how many there will be at a time. report: called every few seconds and at the end.
+    """
+
+    def __init__(self, budget: int, streams: int, report: Callable[[], None] | None = None) -> None:
         self.unit_limit = max(1, min(MAX_UNIT, budget // (2 * max(1, streams))))
         self.speculative = False
-        self._fetchers = ThreadPoolExecutor(min(_FETCH_THREADS, max(2, streams)), "streamshard-fetch")
         self.buffer = bytearray()  # for the block being decoded; the streams share it, having one consumer
+        self.stalls = 0
+        self.waiting_s = self.decoding_s = 0.0
+        self.outstanding = self.peak = 0
+        self._budget = budget
+        self._in_flight = 0
         self._streams: list[StripeStream] = []
+        self._lock = threading.Lock()
+        self._fetches: set[Future[Reply]] = set()
+        self._pumping = self._closed = False
+        self._report = report
+        self._reported = time.monotonic()
 
-    def stream(self, access: ShardAccess, segments: Iterable[Segment], *, refs: bool) -> StripeStream:
-        """A new stream over `segments`; its first block is requested at once."""
-        opened = StripeStream(self, access, segments, refs=refs)
-        if not self.speculative:
+    def stream(self, access: ShardAccess, segments: Iterable[Segment], *, refs: bool, rows: int = 1) -> StripeStream:
+        """A new stream over `segments`; its first `rows` rows are requested at once."""
+        opened = StripeStream(self, access, segments, refs=refs, rows=rows)
+        with self._lock:
             self._streams.append(opened)
-        opened.request()
+        self.pump()
         return opened
 
     def begin_speculation(self) -> None:
-        """The first item has been handed out: from now on every stream keeps its next unit in flight."""
+        """The first item has been handed out: from now on requests are made for what comes later."""
         self.speculative = True
-        for stream in self._streams:
-            stream.request()
-        self._streams.clear()
+        self.pump()
 
-    def submit_fetch(self, work: Callable[[], Any]) -> Future[Any]:
-        """Run `work` on a fetching thread."""
-        return self._fetchers.submit(work)
+    def demand(self, stream: StripeStream) -> None:
+        """The consumer waits for `stream`: see that a request of it is under way, whatever the bounds say."""
+        with self._lock:
+            chosen = None if stream.slots else self._slot(stream, urgent=True)
+        if chosen is not None:
+            self._send(*chosen)
+
+    def pump(self) -> None:
+        """Make the requests that may be made now. One thread at a time does it; what another one has changed meanwhile, it
+        finds before it stops.
+        """
+        with self._lock:
+            if self._pumping:
+                return
+            self._pumping = True
+        while True:
+            with self._lock:
+                chosen = self._choose()
+                if chosen is None:
+                    self._pumping = False
+                    return
+            self._send(*chosen)
+
+    def _choose(self) -> tuple[StripeStream, _Slot] | None:
+        """The next request by need, if the bounds allow one; called with the lock held."""
+        if self._closed:
+            return None
+        streams = [s for s in self._streams if s.plan.ready and (self.speculative or s.rows_ahead < s.rows_needed)]
+        if not streams:
+            return None
+        neediest = min(streams, key=_rows_ahead)
+        allowance = neediest.access.store.allowance()
+        if self._in_flight >= int(allowance):
+            return None
+        if self.speculative and neediest.slots and self._room(allowance) < min(self.unit_limit, neediest.next_size):
+            return None
+        return self._slot(neediest, urgent=not self.speculative) or self._choose()
+
+    def _room(self, allowance: float) -> int:
+        """Bytes that may still be asked for; the budget shrinks with the allowance when that is low."""
+        return int(self._budget * min(1.0, allowance / _EASY)) - self.outstanding
+
+    def _slot(self, stream: StripeStream, *, urgent: bool) -> tuple[StripeStream, _Slot] | None:
+        """The next request of `stream`, entered in the books; None if it has none (any more)."""
+        if self.speculative:
+            room = self._room(stream.access.store.allowance())
+            request = stream.plan.next(max(0, min(room, stream.next_size)), _ALL_ROWS)
+            stream.next_size = min(self.unit_limit, max(_FIRST_UNIT, 2 * stream.next_size))
+        else:
+            request = stream.plan.next(self.unit_limit, max(1, stream.rows_needed - stream.rows_ahead))
+        if request is None:
+            if stream.plan.finished and stream in self._streams:
+                self._streams.remove(stream)
+            return None
+        slot = _Slot(request, urgent=urgent)
+        stream.slots.append(slot)
+        stream.rows_ahead += slot.rows
+        self._in_flight += 1
+        self.outstanding += request.size
+        self.peak = max(self.peak, self.outstanding)
+        return stream, slot
+
+    def _send(self, stream: StripeStream, slot: _Slot) -> None:
+        try:
+            fetch = stream.access.send(slot.request, urgent=slot.urgent, fresh=slot.fresh)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the consumer must hear of it)
+            self._settle(stream, slot, None, error)
+            return
+        with self._lock:
+            self._fetches.add(fetch)
+        fetch.add_done_callback(partial(self._arrived, stream, slot))
+        if self._closed:
+            fetch.cancel()
+
+    def _arrived(self, stream: StripeStream, slot: _Slot, fetched: Future[Reply]) -> None:
+        """An answer, on whatever thread it comes: find its blocks, and hand them to the consumer."""
+        with self._lock:
+            self._fetches.discard(fetched)
+        try:
+            reply = fetched.result()
+            if slot.request.ranges:
+                index = stream.access.learn(slot.request, reply)
+                with self._lock:
+                    stream.plan.learned(slot.request, index)
+            blocks = deque(zip(slot.request.pieces, stream.access.frames(slot.request, reply), strict=True))
+            self._settle(stream, slot, blocks, None)
+        except CancelledError:
+            self._settle(stream, slot, None, StorageError("the iteration was closed"))
+        except CorruptError as error:
+            if slot.fresh:
+                self._settle(stream, slot, None, error)
+            else:  # wrong bytes are read once more, past any cache
+                slot.fresh = slot.urgent = True
+                self._send(stream, slot)
+        except StorageError as error:
+            named = stream.access.named(slot.request.shard, error)
+            named.__cause__ = error
+            self._settle(stream, slot, None, named)
+        except Exception as error:  # noqa: BLE001  (a fault of ours: the consumer would wait for ever)
+            self._settle(stream, slot, None, error)
+
+    def _settle(self, stream: StripeStream, slot: _Slot, blocks: Blocks | None, failure: Exception | None) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            stream.rows_ahead += slot.request.rows - slot.rows
+            slot.rows = slot.request.rows
+        if failure is not None:
+            slot.ready.set_exception(failure)
+        else:
+            slot.ready.set_result(blocks or deque())
+        self.pump()
+
+    def used(self, stream: StripeStream, rows: int, finished: _Slot | None) -> None:
+        """The consumer has taken a block, the last one of the slot `finished` if that is given."""
+        with self._lock:
+            stream.rows_ahead -= rows
+            if finished is not None:
+                self.outstanding -= finished.request.size
+        self.pump()
+        if self._report is not None and time.monotonic() - self._reported > _REPORT_S:
+            self._reported = time.monotonic()
+            self._report()
+
+    def counters(self, store: StorageCounters) -> StorageCounters:
+        """`store`'s counters with this iteration's."""
+        return replace(
+            store, stalls=self.stalls, waiting_storage_s=self.waiting_s, decoding_s=self.decoding_s,
+            lookahead_bytes=self.outstanding, lookahead_peak=self.peak,
+        )  # fmt: skip
 
     def close(self) -> None:
-        """Forget what has not started. Requests in flight end by themselves and are dropped."""
-        self._fetchers.shutdown(wait=False, cancel_futures=True)
-        self._streams.clear()
+        """Cancel what is in flight and forget what has arrived."""
+        with self._lock:
+            self._closed = True
+            self._streams = []
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.cancel()
+        report, self._report = self._report, None  # it refers to the iteration, which refers to this
+        if report is not None:
+            report()
 
 
-class _Limit:
-    """How many bytes the next unit may have; apart from the stream, so that stream and plan do not refer to each other."""
-
-    bytes = 0
-
-    def __call__(self) -> int:
-        return self.bytes
+def _rows_ahead(stream: StripeStream) -> int:
+    return stream.rows_ahead
 
 
 class StripeStream:
-    """The samples of consecutive segments, in order. Used by one consumer thread.
+    """The samples of consecutive segments, in order. `take` is for one consumer thread; the rest is `ReadAhead`'s."""
 
-    Planning reads indexes and therefore runs on the fetching threads; it is never run by two at once, because a unit is
-    requested only when the one before it has arrived.
-    """
-
-    def __init__(self, ahead: ReadAhead, access: ShardAccess, segments: Iterable[Segment], *, refs: bool) -> None:
+    def __init__(
+        self, ahead: ReadAhead, access: ShardAccess, segments: Iterable[Segment], *, refs: bool, rows: int
+    ) -> None:
+        self.access = access
+        self.plan = StripePlan(segments, access)
+        self.slots: deque[_Slot] = deque()
+        self.rows_ahead = 0  # asked for and not taken
+        self.rows_needed = rows  # before anything is speculative
+        self.next_size = _FIRST_UNIT
         self._ahead = ahead
-        self._access = access
         self._refs = refs
-        self._limit = _Limit()
-        self._units = plan_units(plan_blocks(segments, access.index), self._limit)
-        self._unit: Future[list[tuple[BlockPiece, memoryview]]] | None = None
-        self._fetched: deque[tuple[BlockPiece, memoryview]] = deque()
+        self._blocks: Blocks = deque()
         self._rows: list[Any] = []  # of the current block, the next one last
-
-    def request(self) -> None:
-        """Ask for the next unit unless one is in flight."""
-        if self._unit is None:
-            self._unit = self._ahead.submit_fetch(self._fetch)
-
-    def _fetch(self) -> list[tuple[BlockPiece, memoryview]]:
-        unit = next(self._units, None)
-        if self._ahead.speculative:
-            self._limit.bytes = min(self._ahead.unit_limit, max(_FIRST_UNIT, 2 * self._limit.bytes))
-        return [] if unit is None else list(zip(unit, self._access.fetch(unit), strict=True))
 
     def take(self, count: int) -> list[Any]:
         """The next `count` samples; with `refs`, (sample, shard, row) tuples. The caller knows that they exist.
@@ -108,28 +259,42 @@ class StripeStream:
         """
         while len(self._rows) < count:
             earlier = self._rows
-            self._next_block()
+            self._next_block(count - len(earlier))
             self._rows += earlier
         taken = self._rows[-count:] if count else []
         del self._rows[len(self._rows) - count :]
         taken.reverse()
         return taken
 
-    def _next_block(self) -> None:
-        if not self._fetched:
-            self._receive()
-        piece, frame = self._fetched.popleft()
-        self._rows = self._deliver(piece, self._access.decode(piece, frame, self._ahead.buffer))
+    def _next_block(self, needed: int) -> None:
+        while not self._blocks:
+            self._receive(needed)
+        ahead = self._ahead
+        piece, frame = self._blocks.popleft()
+        began = time.perf_counter()
+        self._rows = self._deliver(piece, self.access.decode(piece, frame, ahead.buffer))
+        ahead.decoding_s += time.perf_counter() - began
+        del frame
+        finished = None if self._blocks else self.slots.popleft()
+        ahead.used(self, len(self._rows), finished)
         self._rows.reverse()
 
-    def _receive(self) -> None:
-        """Take the unit that was requested, waiting for it if need be, and ask for the one after it."""
-        self.request()
-        assert self._unit is not None  # request() has just seen to it
-        self._fetched.extend(self._unit.result())
-        self._unit = None
-        if self._fetched and self._ahead.speculative:
-            self.request()
+    def _receive(self, needed: int) -> None:
+        """The next request's blocks, waiting for them if need be."""
+        self.rows_needed = max(self.rows_needed, needed)
+        if not self.slots:
+            self._ahead.demand(self)
+        slot = self.slots[0]
+        if not slot.ready.done():
+            began = time.perf_counter()
+            slot.ready.exception()  # waits
+            self._ahead.stalls += 1
+            self._ahead.waiting_s += time.perf_counter() - began
+        self._blocks = slot.ready.result()
+        slot.ready = Future()  # the blocks are the stream's now
+        if not self._blocks:  # an index alone
+            self.slots.popleft()
+            self._ahead.used(self, 0, slot)
 
     def _deliver(self, piece: BlockPiece, samples: list[Sample]) -> list[Any]:
         """The rows that were asked for, with their refs if they were asked for too."""

@@ -198,7 +198,12 @@ class _PartitionReads:
         stripes, offsets = part.locate(wanted)
         self._wanted = [wanted[stripes == i] for i in range(len(part.stripe_sizes))]
         self._streams = [
-            ahead.stream(access, _segments(part, i, offsets[stripes == i].tolist(), done), refs=tracked)
+            ahead.stream(
+                access,
+                _segments(part, i, offsets[stripes == i].tolist(), done),
+                refs=tracked,
+                rows=len(self._wanted[i]),
+            )
             for i, done in enumerate(part.progress(self._resume))
         ]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.errors import DataError
+from streamshard.errors import CorruptError, DataError
 from streamshard.shard.compression import MAX_BLOCK_BYTES, compress, decompress, digest64
 from streamshard.shard.records import pack, unpack
 from streamshard.shard.schema import Schema
@@ -85,10 +85,10 @@ def encode_index(schema: Schema, blocks: list[tuple[int, int, int, int]], length
 def decode_index(frame: bytes | memoryview, *, size: int, digest: int, samples: int) -> ShardIndex:
     """The index out of its frame, checked against what the manifest says of it.
 
-    Raises `DataError` when `size`, `digest`, the format version, or the counts do not fit.
+    Raises `CorruptError` when `size` or `digest` do not fit, `DataError` when the format version or the counts do not.
     """
     if len(frame) != size or digest64(frame) != digest:
-        raise DataError(
+        raise CorruptError(
             f"the index frame ({len(frame)} bytes, digest {digest64(frame):016x}) is not the one the manifest pins "
             f"({size} bytes, digest {digest:016x})"
         )

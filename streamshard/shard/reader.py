@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streamshard.errors import DataError
+from streamshard.errors import CorruptError, DataError
 from streamshard.shard.compression import decompress_into, digest64
 from streamshard.shard.layout import ShardIndex
 from streamshard.shard.records import BLOCK_PREFIX, Sample, unpack_block
@@ -37,14 +37,15 @@ def locate_rows(index: ShardIndex, start: int, stop: int) -> Iterator[BlockRows]
 def decode_block(index: ShardIndex, block: int, frame: bytes | memoryview, buffer: bytearray) -> list[Sample]:
     """All samples of block `block`, out of its compressed bytes; every check of the format before anything is trusted.
 
-    `buffer` is scratch memory, grown to the largest block and free again on return. Raises `DataError` naming the block.
+    `buffer` is scratch memory, grown to the largest block and free again on return. Raises `DataError` naming the block, as
+    `CorruptError` if the bytes are not the ones that were written.
     """
     found = digest64(frame)
     expected = int(index.hashes[block])
     size = BLOCK_PREFIX + int(index.uncompressed[block])
     try:
         if len(frame) != int(index.compressed[block]) or found != expected:
-            raise DataError(
+            raise CorruptError(
                 f"its {len(frame)} bytes have hash {found:016x} where the index has {index.compressed[block]} bytes "
                 f"with {expected:016x}: the object is damaged or was replaced"
             )
@@ -56,4 +57,4 @@ def decode_block(index: ShardIndex, block: int, frame: bytes | memoryview, buffe
             return unpack_block(prefixed, int(index.samples[block]))
     except DataError as error:
         end = int(index.row_ends[block])
-        raise DataError(f"block {block} (rows {end - int(index.samples[block])} to {end - 1}): {error}") from error
+        raise type(error)(f"block {block} (rows {end - int(index.samples[block])} to {end - 1}): {error}") from error

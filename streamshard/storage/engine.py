@@ -28,7 +28,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.shared: dict[Any, Any] = {}  # limiters and the like, by endpoint; touched on the loop only
+        self.shared: dict[Any, Any] = {}  # limiters and the like, by endpoint; under the lock
         self.lock = threading.Lock()  # for whoever builds something once per process
         self._blocking = ThreadPoolExecutor(_BLOCKING_THREADS, "streamshard-blocking")
         self._thread = threading.Thread(target=self._run, name="streamshard-io", daemon=True)
@@ -80,7 +80,7 @@ _inherited: list[Any] = []
 
 
 def current_engine() -> Engine:
-    """This process's engine, started at first use."""
+    """The engine of this process, started at first use."""
     global _current  # noqa: PLW0603  (one per process is the point)
     with _lock:
         if _current is None:
@@ -99,7 +99,7 @@ def keep_inherited(thing: object) -> None:
 
 
 def _forget_parent() -> None:
-    global _current, _lock  # noqa: PLW0603
+    global _current, _lock
     if _current is not None:
         _inherited.append(_current)
     _current, _lock = None, threading.Lock()

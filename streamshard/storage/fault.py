@@ -86,8 +86,8 @@ def check_range(asked: tuple[int, int], got: tuple[int, int], size: int | None) 
     if size is not None and size < asked[1]:
         raise StorageFault(
             CORRUPT,
-            f"asked for bytes {asked[0]} to {asked[1]}, got {max(0, got[1] - got[0])}: the object has {size} bytes and is "
-            f"shorter than the manifest says",
+            f"asked for bytes {asked[0]} to {asked[1]}, got {max(0, got[1] - got[0])}: the object has {size} bytes: "
+            f"fewer bytes than the manifest says",
             final=True,
         )
     raise StorageFault(

@@ -1,4 +1,4 @@
-"""Object stores through fsspec. The only file that imports it.
+"""Object stores through fsspec. The only file that imports it, at first use: a training script on a directory never does.
 
 S3 and GCS have transports of their own beside this file, on the clients that s3fs and gcsfs configure; every other file
 system goes through `FsspecTransport`, which knows the verbs that all of them share and therefore no versions and no pieces.
@@ -13,8 +13,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from importlib import import_module
 from typing import Any
-
-import fsspec
 
 from streamshard.errors import UsageError
 from streamshard.storage.engine import Engine, current_engine
@@ -38,8 +36,8 @@ def connect_fsspec(url: str, options: dict[str, Any], policy: StoragePolicy, eng
             if not logging.getLogger("gcsfs").level:
                 # It logs the traceback of every failure that it also raises; ours carries it as its cause.
                 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-            return GcsfsTransport(_gcs_filesystem(url, {"requests_timeout": 3600, **options}), url, policy)
-        filesystem, root = fsspec.core.url_to_fs(url, **options)
+            return GcsfsTransport(_gcs_filesystem({"requests_timeout": 3600, **options}), url, policy)
+        filesystem, root = import_module("fsspec.core").url_to_fs(url, **options)
         return FsspecTransport(filesystem, url, root.rstrip("/"), engine)
     except ImportError as error:
         package = "streamshard[gcs]" if protocol in GCS else f"the fsspec driver for {protocol}"
@@ -49,7 +47,7 @@ def connect_fsspec(url: str, options: dict[str, Any], policy: StoragePolicy, eng
 
 
 def _filesystem(url: str, options: dict[str, Any]) -> Any:
-    return fsspec.core.url_to_fs(url, asynchronous=True, skip_instance_cache=True, **options)[0]
+    return import_module("fsspec.core").url_to_fs(url, asynchronous=True, skip_instance_cache=True, **options)[0]
 
 
 def _s3_options(options: dict[str, Any], policy: StoragePolicy) -> dict[str, Any]:
@@ -64,8 +62,8 @@ def _s3_options(options: dict[str, Any], policy: StoragePolicy) -> dict[str, Any
     return options
 
 
-def _gcs_filesystem(url: str, options: dict[str, Any]) -> Any:
-    """gcsfs asks every bucket over gRPC what kind it is, and at an emulator, which does not answer, it waits for a minute;
+def _gcs_filesystem(options: dict[str, Any]) -> Any:
+    """Gcsfs asks every bucket over gRPC what kind it is, and at an emulator, which does not answer, it waits for a minute;
     its plain filesystem class does not ask, and reading needs no more.
     """
     plain = import_module("gcsfs.core").GCSFileSystem
@@ -119,8 +117,8 @@ class FsspecTransport:
         if len(data) != wanted.stop - wanted.start:
             raise StorageFault(
                 CORRUPT,
-                f"asked for bytes {wanted.start} to {wanted.stop}, got {len(data)}: the object is shorter than the "
-                f"manifest says, or the store ignores ranges",
+                f"asked for bytes {wanted.start} to {wanted.stop}, got {len(data)}: the object has fewer bytes "
+                f"than the manifest says, or the store ignores ranges",
             )
         return Reply(data, "", None)
 

@@ -15,13 +15,13 @@ from streamshard.storage.policy import StoragePolicy
 class Endpoint:
     """What all stores of a process share about one endpoint. Lives on the event loop."""
 
-    def __init__(self, name: str, policy: StoragePolicy) -> None:
+    def __init__(self, name: str, policy: StoragePolicy, loop: asyncio.AbstractEventLoop) -> None:
         self.name = name
         self.limiter = Limiter(policy)
         self.budget = RetryBudget(policy)
         self.episode = Episode()
         self.hedge = HedgePolicy(policy)
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
         self._alarm: Any = None

@@ -180,7 +180,7 @@ def _from_answer(status: int, text: str, retry_after: str | None) -> StorageFaul
     return from_status(status, code, message, retry_after=retry_after)
 
 
-def _translate(error: Exception) -> StorageFault:
+def _translate(error: Exception) -> StorageFault:  # noqa: PLR0911  (a table)
     """What aiohttp, google-auth and the system raise, by their names."""
     if isinstance(error, StorageFault):
         return error

@@ -77,7 +77,9 @@ class Pace:
 
     def throttled(self, now: float, since: float, guess: float) -> None:
         """The store throttled; it has been answering since `since`. `guess`: the rate, as long as there is no pace."""
-        room = (1 + _BETA) / 2  # left to others by "fast convergence": by whoever is throttled below the earlier ceiling
+        room = (
+            1 + _BETA
+        ) / 2  # left to others by "fast convergence": by whoever is throttled below the earlier ceiling
         if self._since is None:
             self._ceiling = max(self.measured(now, since), guess)
         elif now < since + _RATE_WINDOW_S:  # bad luck: there was no time to measure anything

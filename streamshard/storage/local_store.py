@@ -120,7 +120,7 @@ class LocalStore:
 
 
 def _too_short(path: Path, start: int, stop: int, got: int) -> str:
-    return f"{path}: asked for bytes {start} to {stop}, got {got}: the file is shorter than the manifest says"
+    return f"{path}: asked for bytes {start} to {stop}, got {got}: the file has fewer bytes than the manifest says"
 
 
 def _object_stat(key: str, stat: os.stat_result) -> ObjectStat:

@@ -36,7 +36,12 @@ def s3_arguments(options: Mapping[str, Any], policy: StoragePolicy) -> StoreArgu
     token = given.take("token") or client.take("aws_session_token")
     endpoint = client.take("endpoint_url") or given.take("endpoint_url")
     style = s3.take("addressing_style") or "auto"
-    out = StoreArguments({"disable_bulk_delete": True, "virtual_hosted_style_request": style == "virtual" or (style == "auto" and not endpoint)})
+    out = StoreArguments(
+        {
+            "disable_bulk_delete": True,
+            "virtual_hosted_style_request": style == "virtual" or (style == "auto" and not endpoint),
+        }
+    )
     if given.take("anon"):
         out.config["skip_signature"] = True
     elif key:
@@ -72,16 +77,24 @@ def gcs_arguments(options: Mapping[str, Any], policy: StoragePolicy) -> StoreArg
     if endpoint and token in (None, "anon"):
         # An emulator: skip_signature alone would still fetch a token for writes.
         base = endpoint if "://" in endpoint else f"http://{endpoint}"
-        emulator = {"gcs_base_url": base, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+        emulator = {
+            "gcs_base_url": base,
+            "disable_oauth": True,
+            "client_email": "",
+            "private_key": "",
+            "private_key_id": "",
+        }
         out.config["service_account_key"] = json.dumps(emulator)
-    elif token == "anon":
+    elif token == "anon":  # noqa: S105
         out.config["skip_signature"] = True
     elif isinstance(token, dict):
         out.config["service_account_key"] = json.dumps(token)
     elif isinstance(token, str) and os.path.exists(token):
         out.config["application_credentials"] = token
     elif token not in (None, "google_default"):
-        raise UsageError(f"storage_options token={type(token).__name__} cannot be used by obstore; pass transport='fsspec'")
+        raise UsageError(
+            f"storage_options token={type(token).__name__} cannot be used by obstore; pass transport='fsspec'"
+        )
     for harmless in ("project", "use_listings_cache", "requests_timeout", "timeout", "access", "consistency"):
         given.take(harmless)
     given.refuse_rest()

@@ -1,4 +1,5 @@
-"""Object stores through obstore (Rust's object_store): requests that hold no GIL. The only file that imports it.
+"""Object stores through obstore (Rust's object_store): requests that hold no GIL. The only file that imports it, at first
+use.
 
 obstore shows an error's HTTP status and code only in its text, and Retry-After not at all; hence its narrow version range,
 and a test of every pattern below against real answers.
@@ -12,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +38,23 @@ from streamshard.storage.obstore_options import StoreArguments, gcs_arguments, o
 from streamshard.storage.policy import StoragePolicy
 from streamshard.storage.store import ObjectStat, Range, Reply
 
-try:
-    import obstore
-    from obstore import exceptions, store as stores
-except ImportError:  # the extra streamshard[fast] is not installed
-    obstore = None
-
-SCHEMES = {"s3": "S3", "s3a": "S3", "gs": "GCS", "gcs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure", "adl": "Azure"}
+SCHEMES = {
+    "s3": "S3",
+    "s3a": "S3",
+    "gs": "GCS",
+    "gcs": "GCS",
+    "az": "Azure",
+    "abfs": "Azure",
+    "abfss": "Azure",
+    "adl": "Azure",
+}
 _LIST_CHUNK = 1000
 _process = {"forked_after_use": False}
 
 
 def available() -> bool:
-    """Whether obstore is installed."""
-    return obstore is not None
+    """Whether obstore (the extra streamshard[fast]) is installed."""
+    return find_spec("obstore") is not None
 
 
 def unusable_here() -> bool:
@@ -63,7 +69,7 @@ def is_emulator(url: str, options: dict[str, Any]) -> bool:
 
 
 def translate_options(url: str, options: dict[str, Any], policy: StoragePolicy) -> StoreArguments:
-    """obstore's arguments for `url`. Raises `UsageError` for a scheme or an option that obstore has no word for."""
+    """Obstore's arguments for `url`. Raises `UsageError` for a scheme or an option that obstore has no word for."""
     kind = SCHEMES.get(url.partition("://")[0])
     if kind is None:
         raise UsageError(f"{url}: obstore has no such scheme; it knows {sorted(SCHEMES)}. Pass transport='fsspec'")
@@ -83,11 +89,14 @@ class ObstoreTransport:
         self._policy = policy
         self._arguments = translate_options(url, options, policy)
         self._session: Any = None
+        self._obstore = import_module("obstore")
         if self._kind == "S3":
             self._complete_s3(self._arguments)
         self._piece = max(1, min(PIECE, int(policy.floor_bytes_s * policy.stall_s / 2)))
         config = self._arguments.config
-        where = config.get("endpoint") or config.get("base_url") or {"S3": "s3.amazonaws.com"}.get(self._kind, self._kind)
+        where = (
+            config.get("endpoint") or config.get("base_url") or {"S3": "s3.amazonaws.com"}.get(self._kind, self._kind)
+        )
         self.endpoint = f"{where}/{self._bucket}"
         self._store = self._connect()
 
@@ -120,11 +129,11 @@ class ObstoreTransport:
                 config |= {"access_key_id": "", "secret_access_key": ""}
         kinds = {"S3": "S3Store", "GCS": "GCSStore", "Azure": "AzureStore"}
         try:
-            return getattr(stores, kinds[self._kind])(
+            return getattr(import_module("obstore.store"), kinds[self._kind])(
                 self._bucket, config=config, client_options=made.client, retry_config={"max_retries": 0},
                 **({"credential_provider": provider} if provider else {}),
             )  # fmt: skip
-        except (exceptions.BaseError, ValueError, TypeError) as error:
+        except (self._obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise UsageError(f"{self._url} cannot be opened ({_first_line(error)}); check storage_options") from error
 
     async def _call(self, verb: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
@@ -132,7 +141,7 @@ class ObstoreTransport:
         patience = self._policy.first_byte_s + size / max(1.0, self._policy.floor_bytes_s)
         try:
             async with asyncio.timeout(patience):
-                return await getattr(obstore, f"{verb}_async")(self._store, *arguments, **options)
+                return await getattr(self._obstore, f"{verb}_async")(self._store, *arguments, **options)
         except TimeoutError as error:
             raise StorageFault(TIMEOUT, f"no answer within {patience:g} s") from error
         except Exception as error:
@@ -171,9 +180,8 @@ class ObstoreTransport:
         full = self._prefix + prefix
         stats: list[ObjectStat] = []
         try:
-            async for page in obstore.list(self._store, full or None, chunk_size=_LIST_CHUNK):
-                for meta in page:
-                    stats.append(ObjectStat(meta["path"].removeprefix(self._prefix), int(meta["size"]), self._tag(meta)))
+            async for page in self._obstore.list(self._store, full or None, chunk_size=_LIST_CHUNK):
+                stats += [ObjectStat(m["path"].removeprefix(self._prefix), int(m["size"]), self._tag(m)) for m in page]
         except Exception as error:
             raise _translate(error, self._policy) from error
         return sorted(stats, key=lambda stat: stat.key)
@@ -233,8 +241,8 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _translate(error: Exception, policy: StoragePolicy) -> StorageFault:
-    """obstore's errors by type, then by what its text says."""
+def _translate(error: Exception, policy: StoragePolicy) -> StorageFault:  # noqa: PLR0911  (a table)
+    """Obstore's errors by type, then by what its text says."""
     if isinstance(error, StorageFault):
         return error
     text, line = str(error), _first_line(error)
@@ -249,9 +257,10 @@ def _translate(error: Exception, policy: StoragePolicy) -> StorageFault:
         return fault
     if isinstance(error, FileNotFoundError):
         return StorageFault(MISSING, line)
-    if isinstance(error, exceptions.PreconditionError | exceptions.AlreadyExistsError):
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"PreconditionError", "AlreadyExistsError"}:
         return StorageFault(CHANGED, line)
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+    if names & {"PermissionDeniedError", "UnauthenticatedError"}:
         return StorageFault(DENIED, line, cure="check the credentials in storage_options or the environment")
     if "BareRedirect" in text:
         return from_status(301, "PermanentRedirect", line)
@@ -278,12 +287,11 @@ _before_fork = {"running": False}
 
 
 def _look_before_fork() -> None:
-    _before_fork["running"] = _process["forked_after_use"] or _tokio_is_running()
+    _before_fork["running"] = _process["forked_after_use"] or ("obstore" in sys.modules and _tokio_is_running())
 
 
 def _note_in_child() -> None:
     _process["forked_after_use"] = _before_fork["running"]
 
 
-if obstore is not None:
-    os.register_at_fork(before=_look_before_fork, after_in_child=_note_in_child)
+os.register_at_fork(before=_look_before_fork, after_in_child=_note_in_child)

@@ -21,7 +21,7 @@ from streamshard.storage.engine import Engine, current_engine, is_current, keep_
 from streamshard.storage.fsspec_store import connect_fsspec
 from streamshard.storage.gate import Endpoint
 from streamshard.storage.policy import StoragePolicy
-from streamshard.storage.resilience import Resilient, Tally, shared_endpoint
+from streamshard.storage.resilience import Resilient, Tally
 from streamshard.storage.store import ObjectStat, Range, Reply, Transport
 
 _logger = logging.getLogger("streamshard")
@@ -60,7 +60,7 @@ class RemoteStore:
         return self._url
 
     def _stack(self) -> _Built:
-        """This process's stack."""
+        """The stack of this process."""
         engine = current_engine()
         built = self._built
         if built is not None and built.engine is engine:
@@ -71,14 +71,19 @@ class RemoteStore:
                 if built is not None:  # the parent's
                     keep_inherited(built)
                     self.tally = Tally()
-                built = self._built = _Built(engine, engine.run(self._build(engine)))
+                built = self._built = self._build(engine)
                 weakref.finalize(self, built.close)
         return built
 
-    async def _build(self, engine: Engine) -> tuple[Resilient, Endpoint]:
+    def _build(self, engine: Engine) -> _Built:
+        """Clients are made here and open connections later; what throttles as one endpoint is shared by the process."""
         inner = self._connect(engine)
-        endpoint = shared_endpoint(engine.shared, inner.endpoint, self._policy)
-        return Resilient(inner, endpoint, self._policy, self._url, self.tally, self._hook), endpoint
+        name = (inner.endpoint, self._policy)
+        endpoint: Endpoint | None = engine.shared.get(name)
+        if endpoint is None:
+            endpoint = engine.shared[name] = Endpoint(inner.endpoint, self._policy, engine.loop)
+        stack = Resilient(inner, endpoint, self._policy, url=self._url, tally=self.tally, hook=self._hook)
+        return _Built(engine, stack, endpoint)
 
     def _connect(self, engine: Engine) -> Transport:
         """The transport that was asked for, or the best there is: obstore if it can say what the options say."""
@@ -170,9 +175,10 @@ class RemoteStore:
 class _Built:
     """A stack and the engine that it belongs to."""
 
-    def __init__(self, engine: Engine, made: tuple[Resilient, Endpoint]) -> None:
+    def __init__(self, engine: Engine, stack: Resilient, endpoint: Endpoint) -> None:
         self.engine = engine
-        self.stack, self.endpoint = made
+        self.stack = stack
+        self.endpoint = endpoint
 
     def close(self) -> None:
         """End its connections, if this is still the process that opened them."""

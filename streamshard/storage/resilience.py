@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from streamshard.errors import StorageError
 from streamshard.observe.events import Event, Hook, ThrottlingBegan, ThrottlingEnded
@@ -50,7 +51,7 @@ class Resilient:
     """Wraps a `Transport`; has its verbs."""
 
     def __init__(
-        self, inner: Transport, endpoint: Endpoint, policy: StoragePolicy, url: str, tally: Tally, hook: Hook | None
+        self, inner: Transport, endpoint: Endpoint, policy: StoragePolicy, *, url: str, tally: Tally, hook: Hook | None
     ) -> None:
         self.endpoint = inner.endpoint
         self._inner = inner
@@ -95,7 +96,7 @@ class Resilient:
         rest, parts = wanted, b""
         while True:
             try:
-                reply = await effort.attempt(lambda: self._ask(rest), hedge=True)
+                reply = await effort.attempt(partial(self._ask, rest), hedge=True)
             except StorageFault as fault:
                 if fault.received and fault.tag:  # pinned: what arrived stays, and the rest must be of the same version
                     parts += fault.received
@@ -290,12 +291,3 @@ class _Effort:
         if fault.kind == CORRUPT and tried > 1:
             text += f" ({tried} requests, {counts})"
         return StorageError(f"{where}: {text}", kind=fault.kind)
-
-
-def shared_endpoint(shared: dict[Any, Any], name: str, policy: StoragePolicy) -> Endpoint:
-    """The process's one `Endpoint` of this name and policy; call it on the loop."""
-    found = shared.get((name, policy))
-    if found is None:
-        found = shared[name, policy] = Endpoint(name, policy)
-    endpoint: Endpoint = found
-    return endpoint

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from streamshard.storage.body import PIECE, collect
@@ -30,7 +29,12 @@ from streamshard.storage.store import ObjectStat, Range, Reply
 _TIMEOUTS = ("ReadTimeoutError", "ConnectTimeoutError", "AioReadTimeoutError", "ServerTimeoutError")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound",
                    "SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError")  # fmt: skip
-_CONFIGURATION = ("ParamValidationError", "UnsupportedSignatureVersionError", "EndpointProviderError", "InvalidConfigError")
+_CONFIGURATION = (
+    "ParamValidationError",
+    "UnsupportedSignatureVersionError",
+    "EndpointProviderError",
+    "InvalidConfigError",
+)
 
 
 class S3fsTransport:
@@ -147,7 +151,7 @@ class S3fsTransport:
                 await creator.__aexit__(None, None, None)
 
 
-def _translate(error: Exception) -> StorageFault:
+def _translate(error: Exception) -> StorageFault:  # noqa: PLR0911  (a table)
     """What botocore, aiobotocore, aiohttp and the system raise, by their values and names."""
     if isinstance(error, StorageFault):
         return error
@@ -162,7 +166,9 @@ def _translate(error: Exception) -> StorageFault:
     names = {kind.__name__ for kind in type(error).__mro__}
     text = f"{type(error).__name__}: {error}"
     if names & set(_NO_CREDENTIALS):
-        return StorageFault(DENIED, text, cure="pass key and secret, or anon=True, in storage_options, or set up the environment")
+        return StorageFault(
+            DENIED, text, cure="pass key and secret, or anon=True, in storage_options, or set up the environment"
+        )
     if names & set(_CONFIGURATION):
         return StorageFault(DENIED, text, cure="check storage_options")
     if "SSLError" in names or isinstance(error.__cause__, ssl.SSLError):
@@ -171,5 +177,3 @@ def _translate(error: Exception) -> StorageFault:
     if names & set(_TIMEOUTS) or isinstance(error, TimeoutError):
         return StorageFault(TIMEOUT, text)
     return StorageFault(TRANSIENT, text)
-
-

@@ -78,6 +78,7 @@ class World:
 
 
 def etag(data: bytes, generation: int) -> str:
+    """An ETag that every PUT changes."""
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}-{generation}"'
 
 
@@ -289,7 +290,7 @@ def _object_headers(tag: str, generation: int) -> dict[str, str]:
 
 
 def _object_name(path: str) -> str:
-    """"bucket/key" out of an S3 or GCS XML path, or a GCS JSON download path."""
+    """``bucket/key`` out of an S3 or GCS XML path, or a GCS JSON download path."""
     found = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)/o/(.+)", path)
     return f"{found[1]}/{found[2]}" if found else path.strip("/")
 
@@ -303,7 +304,8 @@ def _range(header: str | None, size: int) -> tuple[int, int]:
 
 def _unchunked(body: bytes) -> bytes:
     """The payload of an aws-chunked upload: hex length (and extensions), bytes, until a chunk of length 0."""
-    out, at = [], 0
+    out: list[bytes] = []
+    at = 0
     while True:
         end = body.index(b"\r\n", at)
         size = int(body[at:end].split(b";")[0], 16)

@@ -38,7 +38,13 @@ def gcs(tmp_path_factory):
 
 def fast(**changes):
     """The default policy with short waits: what is tested is what happens, not how long it takes."""
-    waits = {"backoff_s": 0.01, "throttle_backoff_s": 0.05, "hidden_retry_after_s": 0.1, "stall_s": 0.6, "first_byte_s": 5.0}
+    waits = {
+        "backoff_s": 0.01,
+        "throttle_backoff_s": 0.05,
+        "hidden_retry_after_s": 0.1,
+        "stall_s": 0.6,
+        "first_byte_s": 5.0,
+    }
     return StoragePolicy(**{**waits, **changes})
 
 

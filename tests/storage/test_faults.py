@@ -97,7 +97,9 @@ def test_a_broken_range_goes_on_from_the_byte_reached_and_is_pinned(server, read
     assert second["if_match"]
 
 
-@pytest.mark.parametrize("fault", [faults.short(by=1000), faults.ignore_range(), faults.shift(by=5), faults.no_length(after=1000)])
+@pytest.mark.parametrize(
+    "fault", [faults.short(by=1000), faults.ignore_range(), faults.shift(by=5), faults.no_length(after=1000)]
+)
 def test_a_wrong_answer_for_ever_is_an_error_that_says_corrupt(server, read, fault):
     server.script(*[fault] * 20)
     with pytest.raises(StorageError, match="corrupt") as caught:
@@ -116,7 +118,12 @@ def test_an_object_that_is_too_short_is_corrupt_at_once(server, read):
 
 def test_a_named_pause_is_kept_by_everybody(server, transport):
     """429 with Retry-After: 2 on one of several requests: none is sent for two seconds."""
-    store = open_store("s3://bucket/place", server.storage_options, transport=transport, policy=StoragePolicy(limit_start=1))
+    store = open_store(
+        "s3://bucket/place",
+        server.storage_options,
+        transport=transport,
+        policy=StoragePolicy(limit_start=1, limit_max=1),
+    )
     server.script(faults.status(429, retry_after=2))
     wanted = [store.fetch(Range("key", 0, 1000)) for _ in range(4)]
     assert [future.result(timeout=30).data for future in wanted] == [DATA[:1000]] * 4
@@ -137,7 +144,10 @@ def test_without_heeding_retry_after_the_pause_is_shorter(server, transport):
 def test_throttling_without_end_is_an_error_at_the_deadline(server, read):
     server.rules(outage_s=60)
     began = time.monotonic()
-    with pytest.raises(StorageError, match=rf"gave up on {server.endpoint}/bucket after 3\.\d s .*throttle.*SlowDown.*higher request rate") as caught:
+    with pytest.raises(
+        StorageError,
+        match=rf"gave up on {server.endpoint}/bucket after 3\.\d s .*throttle.*SlowDown.*higher request rate",
+    ) as caught:
         read(StoragePolicy(deadline_s=3.0))
     assert 2.9 < time.monotonic() - began < 4.0
     assert caught.value.kind == "throttle"
@@ -235,7 +245,9 @@ def test_gcs_ranges_are_pinned_by_generation(server, transport):
     assert caught.value.kind in ("changed", "missing")
 
 
-@pytest.mark.parametrize("script", [BROKEN["503 SlowDown three times"], BROKEN["reset in the body"], BROKEN["range ignored"]])
+@pytest.mark.parametrize(
+    "script", [BROKEN["503 SlowDown three times"], BROKEN["reset in the body"], BROKEN["range ignored"]]
+)
 def test_gcs_answers_are_judged_in_the_same_way(server, transport, script):
     server.script(*script)
     store = open_store("gs://bucket/place", server.gcs_options, transport=transport, policy=FAST)

@@ -254,7 +254,9 @@ def test_hedging_is_off_unless_asked_for():
     assert hedge.delay() is None
 
 
-@pytest.mark.parametrize("wrong", [{"attempts": 0}, {"deadline_s": -1}, {"limit_start": 0}, {"stall_s": "10"}, {"limit_max": 4}])
+@pytest.mark.parametrize(
+    "wrong", [{"attempts": 0}, {"deadline_s": -1}, {"limit_start": 0}, {"stall_s": "10"}, {"limit_max": 4}]
+)
 def test_a_policy_that_cannot_work_is_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         StoragePolicy(**wrong)
