@@ -41,6 +41,13 @@ def token_dataset(count: int, *, where: str = "tokens", **options: object) -> st
     return str(directory)
 
 
+def images(count: int, seed: int = 0) -> Iterator[dict]:
+    """Incompressible records of 110 KB, as JPEGs are."""
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        yield {"id": f"image-{number}", "image": rng.bytes(110_000), "label": number % 1000}
+
+
 def plain_copy(directory: str) -> list[str]:
     """The same shards' samples as plain .msgpack.zst: one frame a shard, tokens as bytes, for the baseline."""
     plain = Path(directory + "-plain")

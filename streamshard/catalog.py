@@ -24,12 +24,20 @@ def open_manifest(url: str, *, storage_options: Mapping[str, Any] | None = None)
     return load_manifest(open_store(url, storage_options))
 
 
+def _read_manifest(store: Store, key: str, where: str) -> Manifest:
+    """The manifest under `key`; wrong bytes are read once more before they are an error."""
+    try:
+        return decode_manifest(store.read(key), where=where)
+    except DataError:
+        return decode_manifest(store.read(key), where=where)
+
+
 def load_manifest(store: Store, version: str | None = None) -> Manifest:
     """The manifest with `version` (SHA-256, hexadecimal), or the current one. It has at least one sample."""
     key = MANIFEST_KEY if version is None else version_key(version)
     where = f"{store.url}/{key}"
     try:
-        data = store.read(key)
+        manifest = _read_manifest(store, key, where)
     except StorageError as error:
         if error.kind != "missing":
             raise
@@ -38,7 +46,6 @@ def load_manifest(store: Store, version: str | None = None) -> Manifest:
             f"streamshard.DatasetWriter (a writer publishes when it is closed, commit_writers for parallel ones)",
             kind="missing",
         ) from error
-    manifest = decode_manifest(data, where=where)
     if version is not None and manifest.version != version:
         raise DataError(
             f"{where} holds version {manifest.version}; restore the file, or start a run with the current version"

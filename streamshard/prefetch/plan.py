@@ -3,7 +3,7 @@
 segments (shard, first row, end row)  ->  block pieces, each block once  ->  requests for neighbouring blocks, one GET each
 
 Where the index of a shard is not known yet, the first request is a *head*: the index, which the shard begins with, and if the
-first row is wanted, the blocks behind it too, sight unseen. A shard that fits into one request costs one.
+first row is wanted, the blocks behind it too, sight unseen. A small shard comes whole: it costs one request.
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ class StripePlan:
         """The index, and blocks behind it if they are wanted: as many bytes as `rows` rows have on average, and a block."""
         index_bytes, whole, samples = self._facts.sizes(shard)
         stop = index_bytes
-        if ranges[0][1] == 0:
+        if whole - index_bytes <= _BLOCK_GUESS:
+            stop = whole
+        elif ranges[0][1] == 0:
             per_row = (whole - index_bytes) / max(1, samples)
             wanted = min(allowed, int(per_row * min(rows, ranges[-1][2])))
             stop = min(whole, index_bytes + wanted + _BLOCK_GUESS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+
 from streamshard.storage.fault import CORRUPT, TIMEOUT, StorageFault
 from streamshard.storage.policy import StoragePolicy
 
@@ -38,31 +40,37 @@ async def collect(
     policy: StoragePolicy,
     tag: str,
     translate: Callable[[Exception], StorageFault],
-) -> bytes:
+) -> memoryview:
     """Exactly `size` bytes out of `next_piece`, which returns b"" at the end.
 
     Raises `StorageFault` carrying what had been received: the body was cut, broke, stalled, or ran below the floor.
     """
     now = asyncio.get_running_loop().time
     meter = Meter(policy.floor_bytes_s, policy.stall_s, now())
-    pieces: list[bytes] = []
+    # One buffer of the right size: pieces kept and joined would need the memory twice, and leave the heap in pieces too.
+    buffer = np.empty(size, np.uint8).data
+    have = 0
     try:
         async with asyncio.timeout_at(meter.arrived(0, now())) as limit:
             while piece := await next_piece():
-                pieces.append(piece)
+                stop = have + len(piece)
+                if stop > size:
+                    raise StorageFault(CORRUPT, f"the answer was too long: more than {size} bytes")
+                buffer[have:stop] = piece
+                have = stop
                 limit.reschedule(meter.arrived(len(piece), now()))
     except TimeoutError:
         fault = StorageFault(
             TIMEOUT,
             f"the answer came at less than {policy.floor_bytes_s:.0f} bytes/s for {policy.stall_s:g} s "
-            f"({meter.received} of {size} bytes)",
+            f"({have} of {size} bytes)",
         )
     except Exception as error:  # noqa: BLE001  (libraries' errors have no common base; translate knows them)
         fault = translate(error)
     else:
-        if meter.received == size:
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        kind = "cut short" if meter.received < size else "too long"
-        fault = StorageFault(CORRUPT, f"the answer was {kind}: {meter.received} of {size} bytes")
-    fault.received, fault.tag = b"".join(pieces)[:size] if fault.kind != CORRUPT else b"", tag
+        if have == size:
+            return buffer
+        fault = StorageFault(CORRUPT, f"the answer was cut short: {have} of {size} bytes")
+    if fault.kind != CORRUPT:
+        fault.received, fault.tag = bytes(buffer[:have]), tag
     raise fault

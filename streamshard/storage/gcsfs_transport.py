@@ -107,7 +107,9 @@ class GcsfsTransport:
             if "Content-Length" not in answer.headers:
                 raise StorageFault(CORRUPT, "the answer has no Content-Length: its end could not be told from a cut")
             content = answer.content
-            data = await collect(lambda: content.read(PIECE), wanted.stop - wanted.start, self._policy, tag, _translate)
+            data = await collect(
+                lambda: content.read(4 * PIECE), wanted.stop - wanted.start, self._policy, tag, _translate
+            )
         except BaseException:
             answer.close()  # the connection is not fit for another request
             raise

@@ -41,7 +41,7 @@ class LocalStore:
             return _object_stat(key, os.stat(self._root / key))
 
     def get(self, key: str, start: int, stop: int) -> bytes:
-        return self._fetch(Range(key, start, stop)).data
+        return bytes(self._fetch(Range(key, start, stop)).data)
 
     def fetch(self, wanted: Range) -> Future[Reply]:
         """Reads on a thread of the process's engine; the tag is taken from the open file, so it is that of these bytes."""

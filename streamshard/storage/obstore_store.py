@@ -14,6 +14,7 @@ import asyncio
 import os
 import re
 import sys
+import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
@@ -49,6 +50,7 @@ SCHEMES = {
     "adl": "Azure",
 }
 _LIST_CHUNK = 1000
+_PIECE_S, _MOST_PIECE = 0.1, 1 << 20
 _process = {"forked_after_use": False}
 
 
@@ -92,7 +94,7 @@ class ObstoreTransport:
         self._obstore = import_module("obstore")
         if self._kind == "S3":
             self._complete_s3(self._arguments)
-        self._piece = max(1, min(PIECE, int(policy.floor_bytes_s * policy.stall_s / 2)))
+        self._rate = 0.0  # bytes/s of bodies, of late
         config = self._arguments.config
         where = (
             config.get("endpoint") or config.get("base_url") or {"S3": "s3.amazonaws.com"}.get(self._kind, self._kind)
@@ -165,7 +167,7 @@ class ObstoreTransport:
         check_range((wanted.start, wanted.stop), tuple(answer.range), int(meta["size"]))
         if wanted.tag and tag and tag != wanted.tag:
             raise StorageFault(CHANGED, f"version {wanted.tag} has become {tag}")
-        pieces = aiter(answer.stream(min_chunk_size=self._piece))
+        pieces = aiter(answer.stream(min_chunk_size=self._piece()))
 
         async def next_piece() -> bytes:
             return await anext(pieces, b"")
@@ -173,8 +175,24 @@ class ObstoreTransport:
         def translate(error: Exception) -> StorageFault:
             return _translate(error, self._policy)
 
-        data = await collect(next_piece, wanted.stop - wanted.start, self._policy, tag, translate)
+        began = time.monotonic()
+        try:
+            data = await collect(next_piece, wanted.stop - wanted.start, self._policy, tag, translate)
+        except StorageFault:
+            self._rate = 0.0
+            raise
+        seen = len(data) / max(1e-6, time.monotonic() - began)
+        self._rate = min(seen, self._rate * 2 or PIECE / _PIECE_S)
         return Reply(data, tag, int(meta["size"]))
+
+    def _piece(self) -> int:
+        """Bytes of a body that obstore collects before it wakes Python: what comes in a tenth of a second.
+
+        A wake-up costs some 50 us and a turn of the GIL. But what is being collected is not seen to arrive: a body that is
+        suddenly a hundred times slower is cut though it may be above the floor, and goes on in small pieces.
+        """
+        least = max(1, min(PIECE, int(self._policy.floor_bytes_s * self._policy.stall_s / 2)))
+        return max(least, min(_MOST_PIECE, int(self._rate * _PIECE_S)))
 
     async def list(self, prefix: str) -> list[ObjectStat]:
         full = self._prefix + prefix

@@ -122,7 +122,7 @@ class RemoteStore:
     def get(self, key: str, start: int, stop: int) -> bytes:
         if start == stop:
             return b""
-        return self._run(self._stack().stack.get(Range(key, start, stop))).data
+        return bytes(self._run(self._stack().stack.get(Range(key, start, stop))).data)
 
     def fetch(self, wanted: Range) -> Future[Reply]:
         built = self._stack()
@@ -137,7 +137,7 @@ class RemoteStore:
         async def whole() -> bytes:
             # As a checked and pinned range: a plain read has no length to be checked against.
             stat = await stack.stat(key)
-            return (await stack.get(Range(key, 0, stat.size, tag=stat.tag))).data if stat.size else b""
+            return bytes((await stack.get(Range(key, 0, stat.size, tag=stat.tag))).data) if stat.size else b""
 
         return self._run(whole())
 

@@ -80,7 +80,9 @@ class Resilient:
             # The answer to an earlier try may have been lost on its way: then the object is there, and it is ours.
             with suppress(StorageFault):
                 stat = await self._inner.stat(key)
-                written = stat.size == len(data) and (await self._inner.get(Range(key, 0, stat.size))).data == data
+                written = (
+                    stat.size == len(data) and bytes((await self._inner.get(Range(key, 0, stat.size))).data) == data
+                )
         return written
 
     async def delete(self, key: str) -> None:
@@ -108,7 +110,7 @@ class Resilient:
                 if rest.start == rest.stop:  # all had arrived before it broke
                     return Reply(parts, rest.tag, None)
             else:
-                return replace(reply, data=parts + reply.data) if parts else reply
+                return replace(reply, data=parts + bytes(reply.data)) if parts else reply
 
     async def _ask(self, wanted: Range) -> Reply:
         reply = await self._inner.get(wanted)

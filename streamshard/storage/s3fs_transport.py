@@ -90,7 +90,9 @@ class S3fsTransport:
                 raise StorageFault(CHANGED, f"version {wanted.tag} has become {tag}")
             if answer.get("ContentLength") is None:
                 raise StorageFault(CORRUPT, "the answer has no Content-Length: its end could not be told from a cut")
-            data = await collect(lambda: body.read(PIECE), wanted.stop - wanted.start, self._policy, tag, _translate)
+            data = await collect(
+                lambda: body.read(4 * PIECE), wanted.stop - wanted.start, self._policy, tag, _translate
+            )
         except BaseException:
             body.close()  # the connection is not fit for another request
             raise

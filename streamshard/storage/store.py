@@ -22,7 +22,7 @@ class ObjectStat:
 class Reply:
     """A range of an object, the tag of the version it is from ("" where the store says none), and the object's size."""
 
-    data: bytes
+    data: bytes | memoryview
     tag: str
     size: int | None
 
