@@ -38,7 +38,7 @@ from streamshard.state import (
 )
 from streamshard.steps.pipeline import batch_fingerprint, check_steps, start_cursor, steps_fingerprint, wants_refs
 from streamshard.steps.step import Step, StepContext
-from streamshard.storage.open import open_store
+from streamshard.storage.open import CACHE_BYTES, open_store
 from streamshard.storage.policy import StoragePolicy
 
 _logger = logging.getLogger("streamshard")
@@ -71,6 +71,8 @@ class StreamDataset(IterableDataset[Any]):
     storage_options: credentials, endpoint and the like, in the words of s3fs and gcsfs; docs/storage.md.
     transport: ``"obstore"`` or ``"fsspec"``; default obstore where it is installed and knows all options.
     storage_policy: retries, limits, time-outs, hedging; a `StoragePolicy`.
+    cache_dir, cache_bytes: keep what is read of remote shards in this local directory, at most so many bytes of it; shared by
+        the processes of a machine. docs/storage.md says when it pays.
     on_event: called with frozen records of `streamshard.observe.events`: throttling as it begins and ends, and counters
         every ten seconds and at the end of an iteration. It runs on the thread where things happen: keep it short. With
         DataLoader workers each process calls its own copy.
@@ -95,6 +97,8 @@ class StreamDataset(IterableDataset[Any]):
         storage_options: Mapping[str, Any] | None = None,
         transport: str | None = None,
         storage_policy: StoragePolicy | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = CACHE_BYTES,
         on_event: Hook | None = None,
     ) -> None:
         super().__init__()
@@ -108,7 +112,10 @@ class StreamDataset(IterableDataset[Any]):
             raise UsageError(f"seed={seed!r} of type {type(seed).__name__} must be an int")
         self.steps = steps
         self.topology = topology
-        self._store = open_store(source, storage_options, transport=transport, policy=storage_policy, hook=on_event)
+        self._store = open_store(
+            source, storage_options, transport=transport, policy=storage_policy, hook=on_event,
+            cache_dir=cache_dir, cache_bytes=cache_bytes,
+        )  # fmt: skip
         self._on_event = on_event
         self._order = OrderSpec(
             partitions=0,  # filled in when an iteration begins

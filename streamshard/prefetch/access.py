@@ -74,9 +74,10 @@ class ShardAccess:
         version = f"{int(manifest.index_digests[shard]):016x}"  # pins the index, which pins every block
         return self.store.fetch(
             Range(
-                manifest.key(shard), request.start, request.stop, tag=tag, version=version, urgent=urgent, fresh=fresh
+                manifest.key(shard), request.start, request.stop, tag=tag, version=version, size=self.sizes(shard)[1],
+                urgent=urgent, fresh=fresh,
             )
-        )
+        )  # fmt: skip
 
     def learn(self, head: Request, reply: Reply) -> ShardIndex:
         """Verify and keep the index that a request from byte 0 has brought."""

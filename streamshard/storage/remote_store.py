@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from streamshard.errors import StorageError, UsageError
 from streamshard.observe.events import Hook, StorageCounters
 from streamshard.storage import obstore_store
+from streamshard.storage.cache import Cached
+from streamshard.storage.disk import Disk
 from streamshard.storage.engine import Engine, current_engine, is_current, keep_inherited
 from streamshard.storage.fsspec_store import connect_fsspec
 from streamshard.storage.gate import Endpoint
@@ -40,12 +42,14 @@ class RemoteStore:
         transport: str | None = None,
         policy: StoragePolicy | None = None,
         hook: Hook | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._options = options
         self._transport = transport
         self._policy = policy or StoragePolicy()
         self._hook = hook
+        self._disk = disk
         self.tally = Tally()
         self._built: _Built | None = None
 
@@ -82,8 +86,11 @@ class RemoteStore:
         endpoint: Endpoint | None = engine.shared.get(name)
         if endpoint is None:
             endpoint = engine.shared[name] = Endpoint(inner.endpoint, self._policy, engine.loop)
-        stack = Resilient(inner, endpoint, self._policy, url=self._url, tally=self.tally, hook=self._hook)
-        return _Built(engine, stack, endpoint)
+        resilient = Resilient(inner, endpoint, self._policy, url=self._url, tally=self.tally, hook=self._hook)
+        if self._disk is None:
+            return _Built(engine, resilient, endpoint)
+        place = f"{inner.endpoint}\0{self._url}"
+        return _Built(engine, Cached(resilient, self._disk, engine, place=place, tally=self.tally), endpoint)
 
     def _connect(self, engine: Engine) -> Transport:
         """The transport that was asked for, or the best there is: obstore if it can say what the options say."""
@@ -175,7 +182,7 @@ class RemoteStore:
 class _Built:
     """A stack and the engine that it belongs to."""
 
-    def __init__(self, engine: Engine, stack: Resilient, endpoint: Endpoint) -> None:
+    def __init__(self, engine: Engine, stack: Resilient | Cached, endpoint: Endpoint) -> None:
         self.engine = engine
         self.stack = stack
         self.endpoint = endpoint

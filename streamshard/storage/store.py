@@ -32,8 +32,8 @@ class Range:
     """Bytes [start, stop) of an object.
 
     tag: only of this version of the object; a different one is kind ``changed``.
-    version: a name for the content that is known without asking the store (a digest in a manifest): with it the range may
-        come from a cache.
+    version: a name for the content that is known without asking the store (a digest in a manifest), with `size`, the
+        object's: with both the range may come from a cache.
     urgent: somebody waits for it now; it goes before the others.
     fresh: not from a cache: what came from there was wrong.
     """
@@ -43,6 +43,7 @@ class Range:
     stop: int
     tag: str = ""
     version: str = ""
+    size: int = 0
     urgent: bool = True
     fresh: bool = False
 
