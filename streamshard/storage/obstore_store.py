@@ -122,17 +122,12 @@ class ObstoreTransport:
 
     def _connect(self) -> Any:
         made = self._arguments
-        provider = None
-        config = dict(made.config)
-        if made.chain:
-            provider = _BotocoreCredentials(self._session)
-            if provider.missing:
-                provider = None  # the request will say so
-                config |= {"access_key_id": "", "secret_access_key": ""}
+        provider = _BotocoreCredentials(self._session) if made.chain else None
+        self._lacking = provider is not None and provider.missing
         kinds = {"S3": "S3Store", "GCS": "GCSStore", "Azure": "AzureStore"}
         try:
             return getattr(import_module("obstore.store"), kinds[self._kind])(
-                self._bucket, config=config, client_options=made.client, retry_config={"max_retries": 0},
+                self._bucket, config=made.config, client_options=made.client, retry_config={"max_retries": 0},
                 **({"credential_provider": provider} if provider else {}),
             )  # fmt: skip
         except (self._obstore.exceptions.BaseError, ValueError, TypeError) as error:
@@ -140,6 +135,9 @@ class ObstoreTransport:
 
     async def _call(self, verb: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
         """One request, within the time for an answer."""
+        if self._lacking:
+            cure = "pass key and secret, or anon=True, in storage_options, or set up the environment"
+            raise StorageFault(DENIED, "no credentials were found", cure=cure)
         patience = self._policy.first_byte_s + size / max(1.0, self._policy.floor_bytes_s)
         try:
             async with asyncio.timeout(patience):

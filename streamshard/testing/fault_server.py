@@ -15,7 +15,9 @@ import hashlib
 import json
 import re
 import socket
+import ssl
 import struct
+import sys
 import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -129,6 +131,7 @@ class Connection:
             "time": time.time(), "method": request.method, "key": name, "range": request.headers.get("range", ""),
             "if_match": request.headers.get("if-match", ""), "do": "ok",
             "generation": request.query.get("generation", ""), "token": request.headers.get("x-amz-security-token", ""),
+            "authorization": request.headers.get("authorization", ""), "host": request.headers.get("host", ""),
         }  # fmt: skip
         self.world.log.append(entry)
         if (accepted := self.world.rules.get("tokens")) is not None and entry["token"] not in accepted:
@@ -316,13 +319,17 @@ def _unchunked(body: bytes) -> bytes:
 
 
 async def main() -> None:
-    """Serve on a free port of the loopback interface until killed."""
+    """Serve on a free port of the loopback interface until killed. With a PEM file of certificate and key: over TLS."""
     world = World()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await Connection(world, reader, writer).serve()
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, limit=1 << 20, backlog=512)
+    tls = None
+    if len(sys.argv) > 1:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(sys.argv[1])
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, limit=1 << 20, backlog=512, ssl=tls)
     print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201  (the protocol with the parent)
     await server.serve_forever()
 

@@ -14,6 +14,7 @@ against a slow store before the store shows it to you. Linux only.
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 import sys
 import urllib.request
@@ -141,23 +142,30 @@ class FaultServer:
 
     def _call(self, verb: str, body: bytes | None = None) -> dict[str, Any]:
         request = urllib.request.Request(f"{self.endpoint}/_control/{verb}", data=body, method="POST")
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as answer:
+        # Only this process's own server is spoken to: its certificate need not be known.
+        trusting = ssl._create_unverified_context()  # noqa: S323, SLF001
+        handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting))
+        with urllib.request.build_opener(*handlers).open(request, timeout=30) as answer:
             parsed: dict[str, Any] = json.loads(answer.read())
             return parsed
 
 
 @contextmanager
-def fault_server() -> Iterator[FaultServer]:
-    """Start a server on a free port of the loopback interface; it ends with the context, or with this process."""
+def fault_server(*, tls_pem: str | None = None) -> Iterator[FaultServer]:
+    """Start a server on a free port of the loopback interface; it ends with the context, or with this process.
+
+    tls_pem: a file with a certificate for 127.0.0.1 and its key; then the endpoint is https.
+    """
+    command = [sys.executable, "-m", "streamshard.testing.fault_server", *([tls_pem] if tls_pem else [])]
     process = subprocess.Popen(
-        [sys.executable, "-m", "streamshard.testing.fault_server"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        start_new_session=True, preexec_fn=die_with_parent,  # noqa: PLW1509
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
+        preexec_fn=die_with_parent,  # noqa: PLW1509
     )  # fmt: skip
     try:
         assert process.stdout is not None
         port = process.stdout.readline().strip()
         if not port:
             raise RuntimeError("the fault server did not start")
-        yield FaultServer(f"http://{HOST}:{int(port)}", process)
+        yield FaultServer(f"{'https' if tls_pem else 'http'}://{HOST}:{int(port)}", process)
     finally:
         stop(process)
