@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class StorageCounters:
 
     requests: int = 0
     bytes: int = 0
-    retries: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    retries: Mapping[str, int] = field(default_factory=dict)
     throttled: int = 0
     hedges: int = 0
     hedge_wins: int = 0

@@ -68,7 +68,8 @@ class ReadAhead:
         self._budget = budget
         self._in_flight = 0
         self._streams: list[StripeStream] = []
-        self._lock = threading.Lock()
+        # Reentrant: the collector may close an abandoned iteration on the thread that holds it.
+        self._lock = threading.RLock()
         self._fetches: set[Future[Reply]] = set()
         self._pumping = self._closed = False
         self._report = report
@@ -112,18 +113,21 @@ class ReadAhead:
 
     def _choose(self) -> tuple[StripeStream, _Slot] | None:
         """The next request by need, if the bounds allow one; called with the lock held."""
-        if self._closed:
-            return None
-        streams = [s for s in self._streams if s.plan.ready and (self.speculative or s.rows_ahead < s.rows_needed)]
-        if not streams:
-            return None
-        neediest = min(streams, key=_rows_ahead)
-        allowance = neediest.access.store.allowance()
-        if self._in_flight >= int(allowance):
-            return None
-        if self.speculative and neediest.slots and self._room(allowance) < min(self.unit_limit, neediest.next_size):
-            return None
-        return self._slot(neediest, urgent=not self.speculative) or self._choose()
+        while not self._closed:
+            streams = [s for s in self._streams if s.plan.ready and (self.speculative or s.rows_ahead < s.rows_needed)]
+            if not streams:
+                return None
+            neediest = min(streams, key=_rows_ahead)
+            allowance = neediest.access.store.allowance()
+            if self._in_flight >= int(allowance):
+                return None
+            least = min(self.unit_limit, neediest.next_size) if self.speculative else 1
+            if neediest.slots and self._room(allowance) < least:
+                return None
+            chosen = self._slot(neediest, urgent=not self.speculative)
+            if chosen is not None:  # else this stream has come to its end
+                return chosen
+        return None
 
     def _room(self, allowance: float) -> int:
         """Bytes that may still be asked for; the budget shrinks with the allowance when that is low."""
@@ -203,6 +207,7 @@ class ReadAhead:
         """The consumer has taken a block, the last one of the slot `finished` if that is given."""
         with self._lock:
             stream.rows_ahead -= rows
+            stream.rows_needed = max(0, stream.rows_needed - rows)
             if finished is not None:
                 self.outstanding -= finished.request.size
         self.pump()

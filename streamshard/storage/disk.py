@@ -1,5 +1,7 @@
 """A bounded directory of verified byte strings, shared by the processes of a machine. Plain file calls; no daemon.
 
+The directory is ours alone: whatever else is in it would be counted, and removed in its turn.
+
 A file's name is a hash of what it is a copy of, so a file is never changed, only written and removed. It appears by rename
 and carries a digest of its content: what a killed process or a bad disk leaves behind is at worst removed by a reader. How
 many bytes there are is kept in one file under a lock (released by the kernel when its holder dies) and is never less than
@@ -49,14 +51,19 @@ class Disk:
         try:
             with open(descriptor, "rb") as file:
                 data = memoryview(file.read())
+                with suppress(OSError):
+                    os.utime(file.fileno())  # for the order of removal
             if bytes(data[: len(_MAGIC)]) == _MAGIC and bytes(data[len(_MAGIC) : _HEADER]) == _digest(data[_HEADER:]):
-                os.utime(path)  # for the order of removal
                 return data[_HEADER:]
         except OSError as error:
             _logger.warning("cache file %s cannot be read (%s): fetching it again", path, error)
-        with suppress(OSError):
-            path.unlink()
+        self.remove(name)
         return None
+
+    def remove(self, name: str) -> None:
+        """Let go of a file, if it is here."""
+        with suppress(OSError):
+            (self._root / name).unlink()
 
     def write(self, name: str, data: memoryview | bytes) -> bool:
         """Keep a copy of `data`, making room if need be. False if it was not kept: too large, or the disk refuses."""
@@ -100,12 +107,13 @@ class Disk:
         """Remove the longest unread files until `size` bytes fit; returns the bytes that are left."""
         files, total = [], 0
         for entry in os.scandir(self._root):
+            if entry.name.startswith(".tmp-"):  # counts whole, also if it gets its final name just now
+                total += int(entry.name.split("-")[1])
             with suppress(FileNotFoundError):
                 stat = entry.stat(follow_symlinks=False)
                 if entry.name.startswith(".tmp-") and time.time() - stat.st_mtime > _STALE_S:
                     os.unlink(entry.path)
-                elif entry.name.startswith(".tmp-"):
-                    total += int(entry.name.split("-")[1])
+                    total -= int(entry.name.split("-")[1])
                 elif not entry.name.startswith("."):
                     total += stat.st_size
                     files.append((stat.st_mtime, stat.st_size, entry.path))
@@ -127,4 +135,7 @@ def _digest(data: memoryview | bytes) -> bytes:
 def _locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the descriptor too

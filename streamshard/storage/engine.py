@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from streamshard.errors import UsageError
+
 T = TypeVar("T")
 
 _EXIT_S = 2.0  # how long the end of the interpreter waits for requests to be cancelled
@@ -43,7 +45,12 @@ class Engine:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """`work`'s result; if the wait is interrupted, `work` is cancelled."""
+        """`work`'s result; if the wait is interrupted, `work` is cancelled. Not for callers on the loop, who would wait for
+        themselves: they get a `UsageError`.
+        """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise UsageError("a storage hook may not read from a store: hand the record to a thread of your own")
         future = self.submit(work)
         try:
             return future.result()

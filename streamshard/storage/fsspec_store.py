@@ -38,7 +38,7 @@ def connect_fsspec(url: str, options: dict[str, Any], policy: StoragePolicy, eng
                 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
             return GcsfsTransport(_gcs_filesystem({"requests_timeout": 3600, **options}), url, policy)
         filesystem, root = import_module("fsspec.core").url_to_fs(url, **options)
-        return FsspecTransport(filesystem, url, root.rstrip("/"), engine)
+        return FsspecTransport(filesystem, url, root.rstrip("/"), engine, policy)
     except ImportError as error:
         package = "streamshard[gcs]" if protocol in GCS else f"the fsspec driver for {protocol}"
         raise UsageError(f"{url} needs a package that is not installed ({error}); pip install {package}") from error
@@ -90,12 +90,13 @@ def make_bucket(protocol: str, name: str, options: dict[str, Any]) -> None:
 class FsspecTransport:
     """Any fsspec file system, by the verbs that all have. Blocking ones run on threads beside the loop."""
 
-    def __init__(self, filesystem: Any, url: str, root: str, engine: Engine) -> None:
+    def __init__(self, filesystem: Any, url: str, root: str, engine: Engine, policy: StoragePolicy) -> None:
         self.endpoint = url.partition("://")[0] + "://" + url.partition("://")[2].partition("/")[0]
         self._filesystem = filesystem
         self._root = root
         self._url = url
         self._engine = engine
+        self._patience = policy.deadline_s
 
     def __repr__(self) -> str:
         return f"FsspecTransport({self._url!r})"
@@ -104,7 +105,8 @@ class FsspecTransport:
         """One blocking verb of the file system (those of asynchronous ones wait for fsspec's own loop)."""
         method: Callable[..., Any] = getattr(self._filesystem, verb)
         try:
-            return await self._engine.blocking(lambda: method(*arguments, **options))
+            async with asyncio.timeout(self._patience):  # the call itself cannot be ended; its thread is given up
+                return await self._engine.blocking(lambda: method(*arguments, **options))
         except Exception as error:
             raise _translate(error) from error
 

@@ -30,10 +30,10 @@ class Endpoint:
         """The loop's clock."""
         return self._loop.time()
 
-    async def enter(self, deadline: float, *, urgent: bool) -> float:
-        """Wait for a place; returns when it was taken. Raises TimeoutError at `deadline`. Every `enter` needs a `leave`."""
+    async def enter(self, deadline: float, *, urgent: bool) -> None:
+        """Wait for a place. Raises TimeoutError at `deadline`. Every `enter` needs a `leave`."""
         if not self._waiting and self.limiter.admit(self.now()):
-            return self.now()
+            return
         turn: asyncio.Future[None] = self._loop.create_future()
         heapq.heappush(self._waiting, (not urgent, next(self._arrivals), turn))
         self._admit()
@@ -44,7 +44,6 @@ class Endpoint:
             if turn.done() and not turn.cancelled():  # admitted in the same moment
                 self.leave()
             raise
-        return self.now()
 
     def enter_at_once(self) -> bool:
         """Take a place if there is one and nobody waits for it."""

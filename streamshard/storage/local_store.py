@@ -131,7 +131,10 @@ def _object_stat(key: str, stat: os.stat_result) -> ObjectStat:
 def _locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the descriptor too
 
 
 @contextmanager

@@ -93,7 +93,10 @@ class ObstoreTransport:
         self._session: Any = None
         self._obstore = import_module("obstore")
         if self._kind == "S3":
-            self._complete_s3(self._arguments)
+            try:
+                self._complete_s3(self._arguments)
+            except Exception as error:  # botocore's: a profile or a certificate file that is not there
+                raise UsageError(f"{url} cannot be opened ({error}); check storage_options and ~/.aws") from error
         self._rate = 0.0  # bytes/s of bodies, of late
         config = self._arguments.config
         where = (
@@ -195,9 +198,16 @@ class ObstoreTransport:
     async def list(self, prefix: str) -> list[ObjectStat]:
         full = self._prefix + prefix
         stats: list[ObjectStat] = []
+        pages = aiter(self._obstore.list(self._store, full or None, chunk_size=_LIST_CHUNK))
         try:
-            async for page in self._obstore.list(self._store, full or None, chunk_size=_LIST_CHUNK):
+            while True:
+                async with asyncio.timeout(self._policy.first_byte_s):
+                    page = await anext(pages, None)
+                if page is None:
+                    break
                 stats += [ObjectStat(m["path"].removeprefix(self._prefix), int(m["size"]), self._tag(m)) for m in page]
+        except TimeoutError as error:
+            raise StorageFault(TIMEOUT, f"no answer within {self._policy.first_byte_s:g} s") from error
         except Exception as error:
             raise _translate(error, self._policy) from error
         return sorted(stats, key=lambda stat: stat.key)

@@ -18,6 +18,7 @@ from streamshard.storage.store import Store
 
 CACHE_BYTES = 32 << 30
 LEAST_CACHE = 4 * PIECE
+CACHE_FOLDER = "streamshard-cache-1"  # inside of cache_dir, which may hold other things
 
 
 def open_store(
@@ -59,5 +60,9 @@ def open_store(
         if cache_dir is not None:
             raise UsageError(f"cache_dir={str(cache_dir)!r} for the directory {url!r} would copy it; leave it out")
         return LocalStore(rest if separator else url)
-    disk = None if cache_dir is None else Disk(os.path.abspath(os.path.expanduser(cache_dir)), cache_bytes)
+    disk = (
+        None
+        if cache_dir is None
+        else Disk(os.path.join(os.path.abspath(os.path.expanduser(cache_dir)), CACHE_FOLDER), cache_bytes)
+    )
     return RemoteStore(url, dict(storage_options or {}), transport=transport, policy=policy, hook=hook, disk=disk)

@@ -11,7 +11,6 @@ import logging
 import weakref
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from streamshard.errors import StorageError, UsageError
@@ -28,6 +27,7 @@ from streamshard.storage.store import ObjectStat, Range, Reply, Transport
 
 _logger = logging.getLogger("streamshard")
 _told = {"fork": False}
+_REPLACED = 4  # times that a small object may be replaced between looking at it and reading it
 T = TypeVar("T")
 
 
@@ -76,7 +76,7 @@ class RemoteStore:
                     keep_inherited(built)
                     self.tally = Tally()
                 built = self._built = self._build(engine)
-                weakref.finalize(self, built.close)
+                weakref.finalize(self, _close, engine, built.inner)
         return built
 
     def _build(self, engine: Engine) -> _Built:
@@ -88,9 +88,10 @@ class RemoteStore:
             endpoint = engine.shared[name] = Endpoint(inner.endpoint, self._policy, engine.loop)
         resilient = Resilient(inner, endpoint, self._policy, url=self._url, tally=self.tally, hook=self._hook)
         if self._disk is None:
-            return _Built(engine, resilient, endpoint)
+            return _Built(engine, resilient, endpoint, inner)
         place = f"{inner.endpoint}\0{self._url}"
-        return _Built(engine, Cached(resilient, self._disk, engine, place=place, tally=self.tally), endpoint)
+        cached = Cached(resilient, self._disk, engine, place=place, tally=self.tally)
+        return _Built(engine, cached, endpoint, inner)
 
     def _connect(self, engine: Engine) -> Transport:
         """The transport that was asked for, or the best there is: obstore if it can say what the options say."""
@@ -146,6 +147,12 @@ class RemoteStore:
             stat = await stack.stat(key)
             return bytes((await stack.get(Range(key, 0, stat.size, tag=stat.tag))).data) if stat.size else b""
 
+        for _ in range(_REPLACED):
+            try:
+                return self._run(whole())
+            except StorageError as error:
+                if error.kind != "changed":  # manifest.json is replaced by every commit: look again
+                    raise
         return self._run(whole())
 
     def list(self, prefix: str) -> list[ObjectStat]:
@@ -172,7 +179,7 @@ class RemoteStore:
         tally = self.tally
         limiter = self._built.endpoint.limiter if self._built is not None else None
         return StorageCounters(
-            requests=tally.requests, bytes=tally.bytes, retries=MappingProxyType(dict(tally.retries)),
+            requests=tally.requests, bytes=tally.bytes, retries=dict(tally.retries),
             throttled=tally.throttled, hedges=tally.hedges, hedge_wins=tally.hedge_wins,
             cache_hits=tally.cache_hits, cache_misses=tally.cache_misses,
             limit=limiter.limit if limiter else 0.0, in_flight=limiter.in_flight if limiter else 0,
@@ -182,14 +189,16 @@ class RemoteStore:
 class _Built:
     """A stack and the engine that it belongs to."""
 
-    def __init__(self, engine: Engine, stack: Resilient | Cached, endpoint: Endpoint) -> None:
+    def __init__(self, engine: Engine, stack: Resilient | Cached, endpoint: Endpoint, inner: Transport) -> None:
         self.engine = engine
         self.stack = stack
         self.endpoint = endpoint
+        self.inner = inner
 
-    def close(self) -> None:
-        """End its connections, if this is still the process that opened them."""
-        if is_current(self.engine):
-            self.engine.submit(self.stack.close())
-        else:
-            keep_inherited(self)
+
+def _close(engine: Engine, inner: Transport) -> None:
+    """End a store's connections, if this is still the process that opened them. Knows nothing that knows the store."""
+    if is_current(engine):
+        engine.submit(inner.close())
+    else:
+        keep_inherited(inner)

@@ -60,12 +60,22 @@ class Resilient:
         self._url = url
         self._tally = tally
         self._hook = hook
+        self._renewing = asyncio.Lock()
+        self._renewed_at = 0.0
 
     def __repr__(self) -> str:
         return f"Resilient({self._inner!r})"
 
     async def stat(self, key: str) -> ObjectStat:
-        return await _Effort(self, key).run(lambda: self._inner.stat(key))
+        return await _Effort(self, key).run(lambda: self._stat(key))
+
+    async def _stat(self, key: str) -> ObjectStat:
+        try:
+            return await self._inner.stat(key)
+        except StorageFault as fault:
+            if fault.status == 400:  # the answer to a HEAD has no body that would say why (an expired token, say)
+                await self._inner.get(Range(key, 0, 1))
+            raise
 
     async def list(self, prefix: str) -> list[ObjectStat]:
         return await _Effort(self, prefix).run(lambda: self._inner.list(prefix))
@@ -74,15 +84,14 @@ class Resilient:
         await _Effort(self, key).run(lambda: self._inner.put(key, data))
 
     async def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
-        effort = _Effort(self, key)
-        written = await effort.run(lambda: self._inner.put_if(key, data, tag))
-        if not written and effort.tries and data:
-            # The answer to an earlier try may have been lost on its way: then the object is there, and it is ours.
-            with suppress(StorageFault):
-                stat = await self._inner.stat(key)
-                written = (
-                    stat.size == len(data) and bytes((await self._inner.get(Range(key, 0, stat.size))).data) == data
-                )
+        written = await _Effort(self, key).run(lambda: self._inner.put_if(key, data, tag))
+        if not written and data:
+            # The answer to an earlier try may have been lost on its way (aiohttp, too, sends again by itself): then the object
+            # is there, and it is ours.
+            with suppress(StorageError):
+                stat = await self.stat(key)
+                same = stat.size == len(data)
+                written = same and bytes((await self.get(Range(key, 0, stat.size, tag=stat.tag))).data) == data
         return written
 
     async def delete(self, key: str) -> None:
@@ -133,8 +142,17 @@ class Resilient:
             cure="do not overwrite shards of a dataset that is in use; write a new version of it",
         )
 
-    def refresh(self) -> bool:
-        return self._inner.refresh()
+    async def renew(self, asked_at: float) -> bool:
+        """New credentials for whoever was told at `asked_at` that they have expired; False where there are none.
+
+        Many requests hear it together: the first one renews (off the loop: it may ask a service), the others use that.
+        """
+        async with self._renewing:
+            if self._renewed_at <= asked_at:
+                if not await asyncio.to_thread(self._inner.refresh):
+                    return False
+                self._renewed_at = self._shared.now()
+            return True
 
     async def close(self) -> None:
         await self._inner.close()
@@ -144,7 +162,7 @@ class Resilient:
         if self._hook is not None:
             try:
                 self._hook(event)
-            except Exception:  # a hook's fault must not fail a read
+            except BaseException:
                 _logger.exception("the storage hook %r failed", self._hook)
 
 
@@ -162,6 +180,7 @@ class _Effort:
         self._seen: Counter[str] = Counter()
         self._last: StorageFault | None = None
         self._refreshed = False
+        self._sent_at = 0.0
         self.tries = 0
 
     async def run(self, request: Callable[[], Awaitable[T]]) -> T:
@@ -190,9 +209,13 @@ class _Effort:
     def _may_hedge(self) -> bool:
         """Take what a second request needs: no throttling, budget, a free place."""
         shared = self._shared
-        allowed = shared.limiter.throttled_since is None and shared.hedge.spend() and shared.enter_at_once()
-        self._tally.hedges += allowed
-        return allowed
+        if shared.limiter.throttled_since is not None or not shared.enter_at_once():
+            return False
+        if not shared.hedge.spend():
+            shared.leave()
+            return False
+        self._tally.hedges += 1
+        return True
 
     async def _enter(self) -> None:
         while True:
@@ -207,12 +230,13 @@ class _Effort:
                 none = StorageFault(THROTTLE, "the endpoint throttles others, and this request could not be sent")
                 raise self._give_up(self._last or none) from self._last
             else:
+                self._gained_at = max(self._gained_at, min(self._shared.limiter.last_good, self._shared.now()))
                 return
 
     async def _send(self, request: Callable[[], Awaitable[T]]) -> T:
         """Do it, and tell limiter, budget and hedging how it went. The place at the gate is already taken."""
         shared = self._shared
-        started = shared.now()
+        started = self._sent_at = shared.now()
         self._tally.requests += 1
         try:
             result = await request()
@@ -256,7 +280,7 @@ class _Effort:
         """Wait until it may be tried again; raises `StorageError` when that is hopeless."""
         self._seen[fault.kind] += 1
         self._last = fault
-        if fault.kind == EXPIRED and not self._refreshed and self._store.refresh():
+        if fault.kind == EXPIRED and not self._refreshed and await self._renewed(fault):
             self._refreshed = True
             self._tally.retries[EXPIRED] += 1
             return
@@ -272,6 +296,13 @@ class _Effort:
             raise self._give_up(fault) from fault
         self._tally.retries[fault.kind] += 1
         await asyncio.sleep(min(self._shared.budget.wait(fault.kind, self.tries - 1), max(0.0, left)))
+
+    async def _renewed(self, fault: StorageFault) -> bool:
+        try:
+            return await self._store.renew(self._sent_at)
+        except Exception as error:
+            text = f"{fault}; renewing the credentials failed: {type(error).__name__}: {error}"
+            raise self._give_up(StorageFault(EXPIRED, text)) from error
 
     def _give_up(self, fault: StorageFault) -> StorageError:
         where = f"{self._store._url}/{self._key}"  # noqa: SLF001

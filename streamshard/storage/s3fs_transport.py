@@ -47,6 +47,7 @@ class S3fsTransport:
         self._prefix = f"{prefix}/" if prefix else ""
         self._policy = policy
         self._url = url
+        self._stale: list[Any] = []
         given = filesystem.client_kwargs.get("endpoint_url") or filesystem.endpoint_url
         self.endpoint = f"{given or 's3.amazonaws.com'}/{bucket}"
 
@@ -141,14 +142,14 @@ class S3fsTransport:
         credentials = getattr(filesystem.session, "_credentials", None)
         if getattr(credentials, "method", "") == "env":
             return False
-        self._stale = filesystem._s3creator  # noqa: SLF001  (requests under way still use it; closed with the rest)
+        self._stale.append(filesystem._s3creator)  # noqa: SLF001  (requests under way still use it; closed with the rest)
         filesystem._s3 = None  # noqa: SLF001
         if filesystem._session_is_owned:  # noqa: SLF001
             filesystem.session = None
         return True
 
     async def close(self) -> None:
-        for creator in (getattr(self, "_stale", None), getattr(self._filesystem, "_s3creator", None)):
+        for creator in (*self._stale, getattr(self._filesystem, "_s3creator", None)):
             if creator is not None:
                 await creator.__aexit__(None, None, None)
 

@@ -284,6 +284,22 @@ def test_an_expired_token_is_renewed_once_where_it_can_be(server, transport, ren
     assert [entry["token"] for entry in server.log()] == ["token-0", "token-1"]
 
 
+def test_an_expired_token_is_renewed_where_the_answer_to_a_head_does_not_say_so(
+    server, transport, renewing_credentials
+):
+    server.rules(tokens=["token-1"])
+    store = open_store("s3://bucket/place", {"endpoint_url": server.endpoint}, transport=transport, policy=FAST)
+    assert store.stat("key").size == len(DATA)
+
+
+def test_many_requests_that_hear_of_it_together_renew_once(server, transport, renewing_credentials, tmp_path):
+    server.rules(tokens=["token-1"])
+    store = open_store("s3://bucket/place", {"endpoint_url": server.endpoint}, transport=transport, policy=FAST)
+    wanted = [store.fetch(Range("key", 0, 1000)) for _ in range(20)]
+    assert [bytes(future.result(timeout=30).data) for future in wanted] == [DATA[:1000]] * 20
+    assert int((tmp_path / "count").read_text()) == 2
+
+
 def test_a_token_that_is_expired_again_is_an_error_at_once(server, transport, renewing_credentials):
     server.rules(tokens=["never"])
     store = open_store("s3://bucket/place", {"endpoint_url": server.endpoint}, transport=transport, policy=FAST)
@@ -314,3 +330,17 @@ def test_a_cancelled_fetch_ends_its_request(server, transport):
     future.cancel()
     assert store.get("key", 0, 1000) == DATA[:1000]
     assert store.counters().in_flight == 0
+
+
+def test_a_conditional_write_whose_answer_was_lost_is_known_as_ones_own(server, transport):
+    """The object is there and is what was written: nobody else has won."""
+    store = open_store("s3://bucket/place", server.storage_options, transport=transport, policy=FAST)
+    inner = store._stack().inner
+    sent = inner.put_if
+
+    async def answered_twice(key, data, tag):  # what aiohttp does when a connection drops after the request was sent
+        await sent(key, data, tag)
+        return False
+
+    inner.put_if = answered_twice
+    assert store.put_if("fresh-" + transport, b"mine", tag=None)

@@ -84,6 +84,12 @@ def test_a_profile_is_found(server, transport, monkeypatch, tmp_path):
     assert key_of(read(server, {"profile": "lab", "endpoint_url": server.endpoint}, transport)) == "FROM-PROFILE"
 
 
+def test_a_profile_that_is_not_there_is_named(server, transport):
+    options = {"profile": "nope", "endpoint_url": server.endpoint}
+    with pytest.raises((UsageError, StorageError), match="nope"):
+        open_store("s3://bucket/place", options, transport=transport, policy=FAST).read("key")
+
+
 def test_without_credentials_the_error_says_what_to_pass(server, transport):
     with pytest.raises(StorageError, match="credential|key") as caught:
         open_store("s3://bucket/place", {"endpoint_url": server.endpoint}, transport=transport, policy=FAST).read("key")

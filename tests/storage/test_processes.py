@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import hashlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
 import streamshard as ss
-from streamshard.storage import obstore_store
+from streamshard.prefetch.scheduler import ReadAhead
+from streamshard.storage import engine, obstore_store
+from streamshard.storage.open import open_store
 from streamshard.testing import faults
+from tests.conftest import _requests_left
 from tests.storage.conftest import fast
 
 SAMPLES = 400
@@ -248,3 +255,89 @@ def test_counters_say_what_was_asked_and_what_was_waited_for(server, corpus, tra
     assert counters.lookahead_bytes == 0
     assert 0 < counters.lookahead_peak <= 2 * dataset.manifest.total_bytes  # a small shard on a border comes twice
     assert records[-1].requests == counters.requests
+
+
+def test_counters_travel_to_other_processes_and_into_json(server, corpus, transport):
+    dataset = ss.StreamDataset(corpus, storage_options=server.storage_options, transport=transport)
+    assert dataset.manifest
+    counters = dataset.storage_counters()
+    assert pickle.loads(pickle.dumps(counters)) == counters  # noqa: S301  (our own bytes)
+    assert json.loads(json.dumps(dataclasses.asdict(counters)))["requests"] == 2
+
+
+def test_a_hook_that_reads_is_told_not_to_and_hangs_nothing(server, corpus, transport, caplog):
+    name = f"hooked-{transport}"
+    server.put(f"{name}/key", b"0123456789")
+    options = {"transport": transport, "policy": fast()}
+    store = open_store(f"s3://{name}", server.storage_options, hook=lambda event: store.stat("key"), **options)
+    server.script(faults.status(503))
+    assert store.get("key", 0, 10) == b"0123456789"
+    assert "a storage hook may not read from a store" in caplog.text
+
+
+def test_a_store_whose_hook_knows_it_is_collected_all_the_same(server, corpus, transport):
+    class Trainer:
+        def __init__(self):
+            self.dataset = ss.StreamDataset(
+                corpus, storage_options=server.storage_options, transport=transport, on_event=self.on_event
+            )
+
+        def on_event(self, event):
+            pass
+
+    trainer = Trainer()
+    assert next(iter(trainer.dataset))
+    store = weakref.ref(trainer.dataset._store)
+    del trainer
+    gc.collect()  # closes the iterator, whose requests end on the loop
+    assert not engine.current_engine().run(_requests_left())
+    gc.collect()
+    assert store() is None
+
+
+def test_closing_an_iteration_on_the_thread_that_holds_its_lock_does_not_hang():
+    """What the collector does when it finds an abandoned iterator while a request is being planned."""
+    ahead = ReadAhead(1 << 20, 2)
+
+    def close():
+        with ahead._lock:
+            ahead.close()
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(timeout=10)
+    assert not closing.is_alive()
+
+
+def test_more_partitions_than_rows_are_passed_over(server, corpus, transport):
+    options = {"storage_options": server.storage_options, "transport": transport}
+    assert sum(1 for _ in ss.StreamDataset(corpus, partitions=2000, **options)) == SAMPLES
+
+
+def test_before_the_first_item_no_more_is_asked_for_than_the_budget_and_a_block_for_each_stripe(
+    server, tmp_path, transport
+):
+    with ss.DatasetWriter(tmp_path / "ds", shard_bytes=20 << 20, block_bytes=100_000) as writer:
+        for number in range(6000):
+            writer.write(record(number % 50) | {"id": number})
+    for path in (tmp_path / "ds").rglob("*"):
+        if path.is_file():
+            server.put(f"large/ds/{path.relative_to(tmp_path / 'ds')}", path.read_bytes())
+    options = {
+        "storage_options": server.storage_options,
+        "transport": transport,
+        "partitions": 4,
+        "shuffle_buffer": 1000,
+    }
+    dataset = ss.StreamDataset("s3://large/ds", prefetch_bytes=2 << 20, **options)
+    iterator = iter(dataset)
+    for _ in range(5000):
+        next(iterator)
+    state = dataset.state_dict()
+    iterator.close()
+    resumed = ss.StreamDataset("s3://large/ds", prefetch_bytes=2 << 20, **options)
+    resumed.load_state_dict(state)
+    iterator = iter(resumed)
+    next(iterator)
+    assert resumed.storage_counters().lookahead_peak <= (2 << 20) + 4 * 2 * (110_000 + (512 << 10))
+    iterator.close()
