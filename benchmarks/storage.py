@@ -264,10 +264,7 @@ def memory(rounds: int) -> dict:
                 for partitions in (1, 16):
                     bound = partitions * (8192 // partitions + 2 * 2 * int(index.samples.max()))
                     resident = bound * (plain + 350)  # a dict, a str and an array header in Python beside the data
-                    peaks = [
-                        measured(server, transport, budget << 20, partitions, manifest)
-                        for _ in range(max(1, rounds // 2))
-                    ]
+                    peaks = [measured(server, transport, budget << 20, partitions) for _ in range(max(1, rounds // 2))]
                     peak = max(run["peak"] for run in peaks)
                     beyond = (peak - (budget << 20) - resident) / 1e6
                     name = f"{transport}, budget {budget} MB, P={partitions}"
