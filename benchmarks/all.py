@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks import displacement, first_batch, manifest, memory, speed
+from benchmarks import displacement, first_batch, manifest, memory, speed, storage
 
 
 def main() -> None:
     for benchmark in (displacement, manifest, speed, first_batch, memory):
         print(f"\n== {benchmark.__name__}")
         benchmark.main()
+    print("\n== benchmarks.storage")
+    storage.main([])
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ class Iteration:
         self._ahead.begin_speculation()
 
     def close(self) -> None:
-        """End the reading threads and let go of what was read ahead; the state stays readable."""
+        """Cancel the requests in flight and let go of what was read ahead; the state stays readable."""
         self._ahead.close()
         for run in self.runs:
             run.source.close()

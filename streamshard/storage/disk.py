@@ -10,15 +10,15 @@ the truth; when it would pass the bound, the directory is counted anew and the f
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+
+from streamshard.storage.local_store import locked
 
 _logger = logging.getLogger("streamshard")
 
@@ -74,7 +74,7 @@ class Disk:
         temporary = self._root / f".tmp-{size}-{secrets.token_hex(8)}"
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _locked(self._root / ".lock"):
+            with locked(self._root / ".lock"):
                 self._reserve(size)
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "wb") as file:
@@ -129,13 +129,3 @@ class Disk:
 
 def _digest(data: memoryview | bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST).digest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the descriptor too

@@ -150,7 +150,7 @@ class Limiter:
         return True
 
     def released(self) -> None:
-        """A request has ended, in whatever way; before what is said about it below."""
+        """A request has ended, in whatever way."""
         self.in_flight -= 1
 
     def good(self, started: float, now: float) -> None:

@@ -105,7 +105,7 @@ class LocalStore:
         path = self._root / key
         with _translated(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_name(".lock")):
+            with locked(path.with_name(".lock")):
                 current = None
                 with suppress(FileNotFoundError):
                     current = _object_stat(key, path.stat()).tag
@@ -128,7 +128,8 @@ def _object_stat(key: str, stat: os.stat_result) -> ObjectStat:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold an advisory lock on `path`, which its holder's death releases."""
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:

@@ -59,7 +59,7 @@ class World:
         self.objects[name] = (data, self.generation)
 
     def next_fault(self, now: float) -> dict[str, Any]:
-        """What the next GET is to do. Rules: outage_until, rate (a second, 503 beyond), every/late, slow, tokens."""
+        """What the next GET is to do. Rules: outage_until, rate (a second, 503 beyond), every and late, delay."""
         self.gets += 1
         if self.script:
             return self.script.pop(0)

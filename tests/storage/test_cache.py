@@ -20,7 +20,8 @@ import pytest
 import streamshard as ss
 from streamshard.errors import UsageError
 from streamshard.storage.cache import PIECE
-from streamshard.storage.disk import Disk, _locked
+from streamshard.storage.disk import Disk
+from streamshard.storage.local_store import locked
 from streamshard.storage.open import CACHE_FOLDER, LEAST_CACHE
 from streamshard.testing import faults
 
@@ -177,7 +178,8 @@ def test_what_was_read_longest_ago_goes_first(tmp_path):
 
 KILLED = """
 import sys, numpy as np
-from streamshard.storage.disk import Disk, _locked
+from streamshard.storage.disk import Disk
+from streamshard.storage.local_store import locked
 disk = Disk(sys.argv[1], 50_000_000)
 print("go", flush=True)
 number = 0
@@ -272,7 +274,7 @@ def test_pieces_are_aligned_and_named_by_content_and_not_by_key(server, corpus, 
 def test_a_child_forked_while_the_lock_is_held_does_not_keep_it(tmp_path):
     disk = Disk(str(tmp_path), 1_000_000)
     disk.write("first", bytes(1000))
-    with _locked(tmp_path / ".lock"):
+    with locked(tmp_path / ".lock"):
         child = os.fork()
         if child == 0:
             signal.pause()
