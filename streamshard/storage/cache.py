@@ -141,9 +141,6 @@ class Cached:
     async def delete(self, key: str) -> None:
         await self._inner.delete(key)
 
-    async def close(self) -> None:
-        await self._inner.close()
-
 
 def _ignore(done: asyncio.Future[Any]) -> None:
     """Take note of a failure that nobody waited for."""

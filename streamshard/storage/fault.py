@@ -103,12 +103,24 @@ def parse_content_range(header: str | None) -> tuple[tuple[int, int], int | None
     return (int(found[1]), int(found[2]) + 1), (None if found[3] == "*" else int(found[3]))
 
 
-def ignored_range(asked: tuple[int, int], status: int) -> StorageFault:
-    """The store answered a ranged request with something else than a range."""
-    return StorageFault(
-        CORRUPT,
-        f"asked for bytes {asked[0]} to {asked[1]}, and the store ignored the range (status {status}, no Content-Range)",
-    )
+def check_answer(
+    asked: tuple[int, int], wanted_tag: str, *, status: int, content_range: str | None, tag: str, has_length: bool
+) -> int | None:
+    """Refuse the headers of an answer to a ranged GET that are not about what was `asked`, or not about the version
+    `wanted_tag`; returns the object's size.
+    """
+    declared = parse_content_range(content_range)
+    if declared is None:
+        raise StorageFault(
+            CORRUPT,
+            f"asked for bytes {asked[0]} to {asked[1]}, and the store ignored the range (status {status}, no Content-Range)",
+        )
+    check_range(asked, *declared)
+    if wanted_tag and tag and tag != wanted_tag:
+        raise StorageFault(CHANGED, f"version {wanted_tag} has become {tag}")
+    if not has_length:
+        raise StorageFault(CORRUPT, "the answer has no Content-Length: its end could not be told from a cut")
+    return declared[1]
 
 
 def _seconds(header: str | None) -> float | None:

@@ -14,17 +14,14 @@ from urllib.parse import quote
 from streamshard.storage.body import PIECE, collect
 from streamshard.storage.fault import (
     CHANGED,
-    CORRUPT,
     DENIED,
     EXPIRED,
     MISSING,
     TIMEOUT,
     TRANSIENT,
     StorageFault,
-    check_range,
+    check_answer,
     from_status,
-    ignored_range,
-    parse_content_range,
 )
 from streamshard.storage.policy import StoragePolicy
 from streamshard.storage.store import ObjectStat, Range, Reply
@@ -98,14 +95,10 @@ class GcsfsTransport:
         )  # fmt: skip
         tag = str(answer.headers.get("x-goog-generation", ""))
         try:
-            declared = parse_content_range(answer.headers.get("Content-Range"))
-            if declared is None:
-                raise ignored_range(asked, answer.status)
-            check_range(asked, *declared)
-            if wanted.tag and tag and tag != wanted.tag:
-                raise StorageFault(CHANGED, f"version {wanted.tag} has become {tag}")
-            if "Content-Length" not in answer.headers:
-                raise StorageFault(CORRUPT, "the answer has no Content-Length: its end could not be told from a cut")
+            size = check_answer(
+                asked, wanted.tag, status=answer.status, content_range=answer.headers.get("Content-Range"), tag=tag,
+                has_length="Content-Length" in answer.headers,
+            )  # fmt: skip
             content = answer.content
             data = await collect(
                 lambda: content.read(4 * PIECE), wanted.stop - wanted.start, self._policy, tag, _translate
@@ -113,7 +106,7 @@ class GcsfsTransport:
         except BaseException:
             answer.close()  # the connection is not fit for another request
             raise
-        return Reply(data, tag, declared[1])
+        return Reply(data, tag, size)
 
     async def list(self, prefix: str) -> list[ObjectStat]:
         full = self._prefix + prefix + ("/" if prefix and not prefix.endswith("/") else "")

@@ -77,9 +77,8 @@ class Pace:
 
     def throttled(self, now: float, since: float, guess: float) -> None:
         """The store throttled; it has been answering since `since`. `guess`: the rate, as long as there is no pace."""
-        room = (
-            1 + _BETA
-        ) / 2  # left to others by "fast convergence": by whoever is throttled below the earlier ceiling
+        # "Fast convergence": whoever is throttled below the earlier ceiling leaves room to others.
+        room = (1 + _BETA) / 2
         if self._since is None:
             self._ceiling = max(self.measured(now, since), guess)
         elif now < since + _RATE_WINDOW_S:  # bad luck: there was no time to measure anything

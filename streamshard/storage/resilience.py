@@ -154,9 +154,6 @@ class Resilient:
                 self._renewed_at = self._shared.now()
             return True
 
-    async def close(self) -> None:
-        await self._inner.close()
-
     def tell(self, event: Event) -> None:
         """Hand a record to the hook."""
         if self._hook is not None:

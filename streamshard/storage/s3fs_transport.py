@@ -13,15 +13,12 @@ from typing import Any
 from streamshard.storage.body import PIECE, collect
 from streamshard.storage.fault import (
     CHANGED,
-    CORRUPT,
     DENIED,
     TIMEOUT,
     TRANSIENT,
     StorageFault,
-    check_range,
+    check_answer,
     from_status,
-    ignored_range,
-    parse_content_range,
 )
 from streamshard.storage.policy import StoragePolicy
 from streamshard.storage.store import ObjectStat, Range, Reply
@@ -83,21 +80,17 @@ class S3fsTransport:
         answer = await self._call("get_object", Key=self._prefix + wanted.key, Range=span, **pin)
         body, tag = answer["Body"], str(answer.get("ETag", ""))
         try:
-            declared = parse_content_range(answer.get("ContentRange"))
-            if declared is None:
-                raise ignored_range(asked, answer["ResponseMetadata"]["HTTPStatusCode"])
-            check_range(asked, *declared)
-            if wanted.tag and tag and tag != wanted.tag:
-                raise StorageFault(CHANGED, f"version {wanted.tag} has become {tag}")
-            if answer.get("ContentLength") is None:
-                raise StorageFault(CORRUPT, "the answer has no Content-Length: its end could not be told from a cut")
+            size = check_answer(
+                asked, wanted.tag, status=answer["ResponseMetadata"]["HTTPStatusCode"],
+                content_range=answer.get("ContentRange"), tag=tag, has_length=answer.get("ContentLength") is not None,
+            )  # fmt: skip
             data = await collect(
                 lambda: body.read(4 * PIECE), wanted.stop - wanted.start, self._policy, tag, _translate
             )
         except BaseException:
             body.close()  # the connection is not fit for another request
             raise
-        return Reply(data, tag, declared[1])
+        return Reply(data, tag, size)
 
     async def list(self, prefix: str) -> list[ObjectStat]:
         stats: list[ObjectStat] = []

@@ -96,7 +96,7 @@ class Store(Protocol):
 class Transport(Protocol):
     """One library's way to a store. Every verb is one attempt: one request, no retries; failures are `StorageFault`.
 
-    Used on one event loop. Wrappers (`Resilient`, `Cached`) have the same verbs and raise `StorageError`.
+    Used on one event loop. Wrappers (`Resilient`, `Cached`) have the verbs on objects and raise `StorageError`.
     """
 
     endpoint: str  # what throttles as one, for messages and limits
