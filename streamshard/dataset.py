@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
-from streamshard.iteration import Book, Iteration
+from streamshard.iteration import Book, Iteration, Share
 from streamshard.observe.events import Hook, StorageCounters
 from streamshard.order.cursor import innermost
 from streamshard.order.partition import ALGORITHM, OrderSpec
@@ -140,6 +140,7 @@ class StreamDataset(IterableDataset[Any]):
         self._iteration_epoch = 0
         self._iteration_pid = os.getpid()
         self._told_epoch = False
+        self._lent = False  # a loader reads, and it has the state
         # Shared with DataLoader workers, however they are started: see the names of the places below.
         self._shared = torch.zeros(3, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]  # torch
@@ -175,7 +176,9 @@ class StreamDataset(IterableDataset[Any]):
         workers_read = bool(self._shared[_WORKERS_READ])
         if self._pending is not None and workers_read:
             self._pending = None  # this process's copy: the workers have consumed theirs
-        if self._repeat and (self._current_iteration() is not None or self._pending is not None or workers_read):
+        if self._repeat and (
+            self._lent or self._current_iteration() is not None or self._pending is not None or workers_read
+        ):
             if not self._told_epoch:
                 _logger.info("set_epoch(%d) has no effect: with repeat=True epochs follow one another", epoch)
             self._told_epoch = True
@@ -209,7 +212,7 @@ class StreamDataset(IterableDataset[Any]):
         # it twice and load it after the order has been fixed.
         iteration = self._begin()
         try:
-            items = iteration.open()
+            items = iter(iteration.open())
             for item in items:
                 yield item
                 break
@@ -223,27 +226,53 @@ class StreamDataset(IterableDataset[Any]):
 
     def _begin(self) -> Iteration:
         """A new iteration. Nothing is changed before it stands, so that a start that fails can be tried again."""
-        reader = self._current_reader()
-        pending = self._pending_of(get_worker_info())
-        if pending is not None:
-            check_scope(pending.scope, reader)
-            self._report_ragged(pending)
-        else:
-            self._warn_if_left_in_the_middle()
-        epoch = pending.epoch if pending is not None else self.epoch
-        begun = pending is not None and pending.partitions
-        snapshot = pending if pending is not None and begun else self._start_snapshot(reader, epoch)
-        iteration = self._open_iteration(snapshot, reader)
         worker = get_worker_info()
-        self._shared[_WORKERS_READ] = int(worker is not None)
-        if worker is None and not self._repeat:
-            self._shared[_EPOCH] = epoch
-        elif worker is not None and pending is not None:
+        reader = self._current_reader()
+        pending = self._pending_of(worker)
+        if pending is None:
+            self._warn_if_left_in_the_middle()
+        share = self._shares(pending, reader, [reader])[0]
+        iteration = self.open_share(share)
+        self._started(share, worker)
+        if worker is not None and pending is not None:
             self._shared[_CONSUMED_BY] = _loader_round(worker)
         self._iteration, self._iteration_pid = iteration, os.getpid()
-        self._reader, self._iteration_epoch = reader, epoch
-        self._pending = None
         return iteration
+
+    def shares(self, workers: int) -> list[Share]:
+        """For loaders: what this process, or each of its `workers` if there are any, has in the next iteration.
+
+        Changes nothing; say `lend` when the iteration stands.
+        """
+        whole = self._current_reader()
+        readers = [replace(whole, worker=w, workers=max(1, workers)) for w in range(max(1, workers))]
+        return self._shares(self._pending, whole, readers)
+
+    def lend(self, share: Share) -> None:
+        """For loaders: an iteration over `shares` has begun, and its state is the loader's from now on."""
+        self._started(share, None)
+        self._iteration, self._lent = None, True
+
+    def finish(self, epoch: int) -> None:
+        """For loaders: `epoch` has been handed out to its end; the next iteration reads the one after."""
+        self._shared[_EPOCH] = epoch + 1
+
+    def _started(self, share: Share, worker: Any) -> None:
+        self._shared[_WORKERS_READ] = int(worker is not None)
+        if worker is None and not self._repeat:
+            self._shared[_EPOCH] = share.epoch
+        self._reader, self._iteration_epoch = share.reader, share.epoch
+        self._pending, self._lent = None, False
+
+    def _shares(self, pending: Snapshot | None, whole: Reader, readers: Sequence[Reader]) -> list[Share]:
+        """The parts of `readers`, which divide what `whole` has in the next iteration."""
+        if pending is not None:
+            check_scope(pending.scope, whole)
+            self._report_ragged(pending)
+        epoch = pending.epoch if pending is not None else self.epoch
+        begun = pending is not None and pending.partitions
+        snapshot = pending if pending is not None and begun else self._start_snapshot(readers[0], epoch)
+        return [self._cut(snapshot, reader) for reader in readers]
 
     def _pending_of(self, worker: Any) -> Snapshot | None:
         """The loaded state, if it still waits. Workers that are started for every epoch get a copy of their parent's each
@@ -290,23 +319,30 @@ class StreamDataset(IterableDataset[Any]):
         fresh = {p: PartitionState(turn=0, done=False, cursor=begin) for p in range(self._partitions)}
         return Snapshot("full", {}, epoch, fresh)
 
-    def _open_iteration(self, snapshot: Snapshot, reader: Reader) -> Iteration:
+    def _cut(self, snapshot: Snapshot, reader: Reader) -> Share:
         assert self._partitions is not None  # resolved by _start_snapshot or by the state
         check_divides(self._partitions, reader)
         states = snapshot.partitions
         done = {p for p, state in states.items() if state.done}
-        live, carried = self._share(snapshot.scope, {p: state.turn for p, state in states.items()}, done, reader)
+        live, carried = self._divide(snapshot.scope, {p: state.turn for p, state in states.items()}, done, reader)
+        blobs = {key: blob for key, blob in snapshot.contents.items() if set(live) & set(map(int, key.split(",")))}
+        return Share(reader, snapshot.epoch, {p: states[p] for p in live}, {p: states[p] for p in carried}, blobs)
+
+    def open_share(self, share: Share, *, lent: bool = False) -> Iteration:
+        """For loaders, with `lent`: the iteration over a share of `shares`, in this process or in a worker's."""
+        assert self._partitions is not None  # resolved when the share was made
         spec = replace(self._order, partitions=self._partitions)
         return Iteration(
             Book(spec, self._timeline()),
             self.steps,
             StepContext(self._order.seed, self._partitions, refs=wants_refs(self.steps), provenance=self._provenance),
-            {p: states[p] for p in live},
-            {p: states[p] for p in carried},
+            share.live,
+            share.carried,
             budget=self._budget,
             interleave=spec.interleave,
             keep=self._snapshot == "contents",
-            contents=self._contents(snapshot, set(live)),
+            contents=_contents(share),
+            lent=lent,
             report=self._report_counters if self._on_event is not None else None,
         )
 
@@ -316,11 +352,11 @@ class StreamDataset(IterableDataset[Any]):
         except Exception:  # a hook's fault must not fail a read
             _logger.exception("on_event=%r failed", self._on_event)
 
-    def _share(
+    def _divide(
         self, scope: str, turns: dict[int, int], done: Collection[int], reader: Reader
     ) -> tuple[list[int], list[int]]:
         """(live, finished) partitions of this reader, out of a state of `scope`."""
-        assert self._partitions is not None  # see _open_iteration
+        assert self._partitions is not None  # see _cut
         if scope == "full":
             return owned(turns, done, self._partitions, reader)
         if scope.startswith("rank"):
@@ -337,13 +373,6 @@ class StreamDataset(IterableDataset[Any]):
         ]
         return [(first, ShardAccess(self._store, manifest)) for first, manifest in manifests]
 
-    def _contents(self, snapshot: Snapshot, live: set[int]) -> dict[int, dict[tuple[int, int], Any]]:
-        found: dict[int, dict[tuple[int, int], Any]] = {}
-        for key, blob in snapshot.contents.items():
-            if live & set(map(int, key.split(","))):
-                found.update({p: samples for p, samples in decode_contents(blob).items() if p in live})
-        return found
-
     # ---------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> State:
@@ -359,6 +388,11 @@ class StreamDataset(IterableDataset[Any]):
             )
         if self._pending is not None:
             return self._pending.encode()
+        if self._lent:
+            raise UsageError(
+                "dataset.state_dict() would describe what a StreamLoader has read ahead, not what it has handed out; save "
+                "the loader's state_dict()"
+            )
         iteration = self._current_iteration()
         if iteration is None:
             return Snapshot("full", self._fingerprint(), self.epoch).encode()
@@ -394,7 +428,7 @@ class StreamDataset(IterableDataset[Any]):
             history = self._grow(snapshot, history or [(0, saved["dataset"])])
         self._history = history
         self._partitions = self._asked_partitions or saved["partitions"]
-        self._iteration = None
+        self._iteration, self._lent = None, False
         if get_worker_info() is None:
             self._shared[_WORKERS_READ] = self._shared[_CONSUMED_BY] = 0
         if not self._repeat:
@@ -435,6 +469,13 @@ class StreamDataset(IterableDataset[Any]):
         if self._history:
             found["history"] = [list(entry) for entry in self._history]
         return found
+
+
+def _contents(share: Share) -> dict[int, dict[tuple[int, int], Any]]:
+    found: dict[int, dict[tuple[int, int], Any]] = {}
+    for blob in share.contents.values():
+        found.update({p: samples for p, samples in decode_contents(blob).items() if p in share.live})
+    return found
 
 
 def _loader_round(worker: Any) -> int:

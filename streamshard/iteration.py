@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from streamshard.observe.events import StorageCounters
 from streamshard.order.cursor import Cursor, Ref, innermost
 from streamshard.order.partition import EpochOrder, OrderSpec
-from streamshard.order.rotation import rotate
+from streamshard.order.rotation import Reader, Rotation
 from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.scheduler import ReadAhead
 from streamshard.prefetch.source import PartitionSource
@@ -19,6 +20,20 @@ from streamshard.snapshot_contents import encode_contents
 from streamshard.state import PartitionState
 from streamshard.steps.pipeline import open_stages
 from streamshard.steps.step import Stage, Step, StepContext
+
+
+Mark = tuple[int, bool, Cursor]  # turn, done and cursor of a partition: a `PartitionState` that costs a tuple to make
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one reader has at the start of an iteration: plain values that can be sent to a worker process."""
+
+    reader: Reader
+    epoch: int
+    live: dict[int, PartitionState]
+    carried: dict[int, PartitionState]
+    contents: dict[str, bytes]
 
 
 class Book:
@@ -57,14 +72,14 @@ class PartitionRun:
     one failed half-way.
     """
 
-    def __init__(self, p: int, state: PartitionState, source: PartitionSource, stage: Stage, *, keep: bool) -> None:
+    def __init__(self, p: int, state: PartitionState, source: PartitionSource, stage: Stage, *, forgets: bool) -> None:
         self.p = p
         self.turn = state.turn
         self.done = False
         self.cursor = state.cursor
         self.source = source
         self.stage = stage
-        self._keep = keep
+        self._forgets = forgets
         self.items = self._items()
 
     def _items(self) -> Generator[Any, None, None]:
@@ -72,25 +87,25 @@ class PartitionRun:
         for item in stage:
             self.cursor = stage.cursor()
             self.turn += 1
-            if self._keep:
+            if self._forgets:
                 self.source.forget(innermost(self.cursor))
             yield item
         self.cursor = stage.cursor()
         self.done = True
 
-    def state(self) -> PartitionState:
-        return PartitionState(self.turn, self.done, self.cursor)
+    def mark(self) -> Mark:
+        return self.turn, self.done, self.cursor
 
 
 class PlainRun:
     """A partition being read without steps: the source's own position is the state, and no cursor is made per sample."""
 
-    def __init__(self, p: int, state: PartitionState, source: PartitionSource, *, keep: bool) -> None:
+    def __init__(self, p: int, state: PartitionState, source: PartitionSource, *, forgets: bool) -> None:
         self.p = p
         self.source = source
         self.stage: Stage = source
         self._first_turn = state.turn
-        self.items = self._forgetting() if keep else iter(source)
+        self.items = self._forgetting() if forgets else iter(source)
 
     def _forgetting(self) -> Generator[Any, None, None]:
         for item in self.source:
@@ -105,8 +120,9 @@ class PlainRun:
     def done(self) -> bool:
         return self.source.finished
 
-    def state(self) -> PartitionState:
-        return PartitionState(self.turn, self.done, self.source.cursor())
+    def mark(self) -> Mark:
+        source = self.source
+        return self._first_turn + source.emitted, source.finished, (source.epoch, source.k)
 
 
 class _Finished:
@@ -132,7 +148,10 @@ class _Finished:
 
 
 class Iteration:
-    """The partitions of one reader from a given state on. Iterate it once; `close` it when done."""
+    """The partitions of one reader from a given state on. Iterate it once; `close` it when done.
+
+    lent: a loader reads it ahead of what it hands out, and says by `acknowledge` what that is.
+    """
 
     def __init__(
         self,
@@ -146,6 +165,7 @@ class Iteration:
         interleave: int,
         keep: bool,
         contents: Mapping[int, Mapping[tuple[int, int], Any]],
+        lent: bool = False,
         report: Callable[[Iteration], None] | None = None,
     ) -> None:
         self.carried = dict(carried)
@@ -158,22 +178,25 @@ class Iteration:
         tell = None if report is None else partial(report, self)
         self._ahead = ReadAhead(budget, max(1, len(live) * interleave), tell)
         self.runs: list[PartitionRun | PlainRun] = []
+        self._sources: dict[int, PartitionSource] = {}
+        forgets = keep and not lent
         for p, state in live.items():
             source = PartitionSource(
                 book, self._ahead, p, innermost(state.cursor),
                 tracked=context.refs, provenance=context.provenance, keep=keep, contents=contents.get(p),
             )  # fmt: skip
+            self._sources[p] = source
             if not steps:
-                self.runs.append(PlainRun(p, state, source, keep=keep))
+                self.runs.append(PlainRun(p, state, source, forgets=forgets))
                 continue
             stage = open_stages(steps, state.cursor, context, lambda _, source=source: source)  # type: ignore[misc]
-            self.runs.append(PartitionRun(p, state, source, stage, keep=keep))
+            self.runs.append(PartitionRun(p, state, source, stage, forgets=forgets))
 
-    def open(self) -> Iterator[Any]:
+    def open(self) -> Rotation:
         """The items in slot order, the first blocks of all partitions requested together."""
         for run in self.runs:
             run.source.open()
-        return rotate(self.runs)
+        return Rotation(self.runs)
 
     def begin_speculation(self) -> None:
         """Call it after the first item has been handed out; see `ReadAhead`."""
@@ -188,13 +211,24 @@ class Iteration:
 
     def partitions(self) -> dict[int, PartitionState]:
         """Where every held partition stands."""
-        return {**self.carried, **{run.p: run.state() for run in self.runs}}
+        return {**self.carried, **{run.p: PartitionState(*run.mark()) for run in self.runs}}
+
+    def acknowledge(self, marks: Mapping[int, Mark]) -> None:
+        """Where partitions stood when something of theirs was handed out: no earlier place will be asked for again.
+
+        Only for iterations made with `lent`. May be called while another thread reads.
+        """
+        for p, (_, _, cursor) in marks.items() if self._keep else ():
+            self._sources[p].forget(innermost(cursor))
 
     def contents(self) -> dict[str, bytes]:
-        """The samples of a contents snapshot under the list of their partitions; {} unless they are kept."""
+        """The samples of a contents snapshot under the list of their partitions; {} unless they are kept.
+
+        May be called while another thread reads.
+        """
         if not self._keep:
             return {}
-        kept = {run.p: samples for run in self.runs if not run.done and (samples := run.source.kept())}
+        kept = {run.p: samples for run in self.runs if (samples := run.source.kept())}
         return {",".join(map(str, kept)): encode_contents(kept)} if kept else {}
 
     def storage_counters(self, store: StorageCounters) -> StorageCounters:

@@ -16,7 +16,7 @@ from streamshard.errors import StateError, UsageError
 from streamshard.order.partition import ALGORITHM
 from streamshard.order.permutation import IndexPermutation
 from streamshard.order.random import stream_key
-from streamshard.order.rotation import Reader, check_divides, owned, resolve_partitions, rotate
+from streamshard.order.rotation import Reader, Rotation, check_divides, owned, resolve_partitions
 from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.plan import BlockPiece, plan_blocks, plan_units
 from streamshard.shard.manifest import Manifest
@@ -271,7 +271,7 @@ class IndexSampler(Sampler[int]):
             live, carried = owned(turns, done, self.partitions, reader)
         self._carried = {p: states[p] for p in carried}
         runs = self._runs = [_IndexRun(self, p, turns[p], self._epoch) for p in live]
-        yield from rotate(runs)
+        yield from Rotation(runs)
         if runs is self._runs:
             self._advance = True
 

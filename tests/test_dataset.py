@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 import streamshard as ss
 from streamshard.prefetch.scheduler import StripeStream
-from streamshard.shard.records import pack_sample
 from streamshard.steps.tensors import collate
 from streamshard.storage import engine
 from tests.conftest import sample, write_dataset
@@ -446,9 +445,9 @@ def test_contents_are_within_a_fifth_of_the_bare_samples(tmp_path, parts):
     for _ in range(1500):
         left.discard(int(next(iterator)["id"].removeprefix("doc-")))
     state = dataset.state_dict()
-    held = [item[1][0] for run in dataset._iteration.runs for item in run.source._held]
+    held = [kept.packed for run in dataset._iteration.runs for kept in run.source.kept()]
     assert len(held) == 512
-    bare = len(zstandard.compress(b"".join(map(pack_sample, held)), 3))
+    bare = len(zstandard.compress(b"".join(held), 3))
     assert sum(map(len, state["contents"].values())) < 1.2 * bare
 
 

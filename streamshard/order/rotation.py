@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from math import lcm
 from typing import Any, Protocol
 
@@ -106,27 +107,78 @@ def raggedness(turns: Mapping[int, int], done: Collection[int], parts: int) -> i
     return sum(turn + (p - least) // parts for p, turn in live.items())
 
 
-def rotate(runs: Collection[Turning]) -> Iterator[Any]:
-    """Items of `runs` in slot order until all are exhausted.
+class Rotation:
+    """Items of `runs` in slot order until all are exhausted: one at a time by iterating, or many at a time with `take`.
 
     Within one pass every run with the least turn gives one item, in order of p. Once all turns are equal they stay
-    equal, so the common case is a plain loop over the live runs without any comparison.
+    equal, so the common case is a plain walk over the live runs without any comparison. Use one way or the other, in
+    one thread.
     """
-    live = sorted(runs, key=lambda run: run.p)
-    while len(live) > 1:
-        least = min(run.turn for run in live)
-        behind = [run for run in live if run.turn == least]
-        takes = [run.items for run in behind]
-        ended: list[Any] = []
-        while True:
-            for items in takes:
+
+    def __init__(self, runs: Collection[Turning]) -> None:
+        self._live = sorted(runs, key=lambda run: run.p)
+        self._pass: list[Turning] = []  # the runs whose turn it is
+        self._takes: list[Iterator[Any]] = []  # their items
+        self._place = 0  # how far the pass has come
+        self._turn = -1  # the turn that the pass gives
+        self._ended: list[Turning] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._next_pass():
+            if len(self._live) == 1:
+                yield from self._takes[0]
+                self._ended = self._live
+                continue
+            for place, items in enumerate(self._takes):
                 item = next(items, _END)
                 if item is _END:
-                    ended.append(items)
+                    self._ended.append(self._pass[place])
                 else:
                     yield item
-            if ended or len(behind) < len(live):
+
+    def take(self, count: int) -> tuple[list[Any], list[int], list[Turning]]:
+        """(items, their turns, the runs that changed): the next `count` items, fewer only when all runs are exhausted.
+
+        The turns are those before each item, so that the slot of an item of run p is ``turn * P + p``; `owners` in the same
+        order are the leading entries of the runs.
+        """
+        items: list[Any] = []
+        turns: list[int] = []
+        owners: list[Turning] = []
+        ended: list[Turning] = []
+        while len(items) < count:
+            if self._place >= len(self._pass) and not self._next_pass():
                 break
-        live = [run for run in live if run.items not in ended]
-    for run in live:
-        yield from run.items
+            wanted = count - len(items)
+            if len(self._live) == 1:
+                run = self._live[0]
+                got = list(islice(run.items, wanted))
+                turns += range(run.turn - len(got), run.turn)
+                owners += [run] * len(got)
+                if len(got) < wanted:
+                    self._ended, self._place = self._live, 1
+                    ended.append(run)
+            else:
+                start = self._place
+                got = list(map(next, self._takes[start : start + wanted]))  # ends where a run ends
+                self._place += len(got)
+                turns += [self._turn] * len(got)
+                owners += self._pass[start : self._place]
+                if len(got) < wanted and self._place < len(self._pass):
+                    self._ended.append(self._pass[self._place])
+                    ended.append(self._pass[self._place])
+                    self._place += 1
+            items += got
+        return items, turns, owners + ended
+
+    def _next_pass(self) -> bool:
+        if not self._ended and self._pass and len(self._pass) == len(self._live):
+            self._turn += 1  # all gave one: the same again
+        else:
+            self._live = [run for run in self._live if run not in self._ended]
+            self._ended = []
+            self._turn = min((run.turn for run in self._live), default=-1)
+            self._pass = [run for run in self._live if run.turn == self._turn]
+            self._takes = [run.items for run in self._pass]
+        self._place = 0
+        return bool(self._pass)

@@ -70,10 +70,12 @@ class PartitionSource:
         self._provenance = provenance
         self._keep = keep
         self._contents = contents or {}
-        self._held: list[Any] = []
         self._current: tuple[int, int] = (-1, -1)
         self._emitted_before: int = -self.k
-        self._emitted: deque[tuple[tuple[int, int], Kept]] = deque()
+        # For contents: samples read and not forgotten, as read until they are emitted and packed from then on, because
+        # a step may change what it is given. Another thread than the reading one may `forget` and ask for `kept`.
+        self._retained: dict[tuple[int, int], Sample | bytes] = {}
+        self._emitted: deque[tuple[tuple[int, int], tuple[int, int]]] = deque()  # (epoch, k) -> (epoch, read)
         self._started = False
         self.finished = False
         self._opened: _PartitionReads | None = None
@@ -118,13 +120,19 @@ class PartitionSource:
     def _epochs(self) -> Generator[Any, None, None]:
         """All that is left, epoch after epoch if they repeat. `k` counts a sample just before it leaves."""
         opened = self._opened or self._open(self.epoch, self.k)
-        self._opened, self._started = None, True
+        self._opened = None
         while True:
             buffer, k = opened.buffer, self.k
-            held = self._held = opened.fill()
+            held = opened.fill()
+            if self._keep:
+                for entry in held:
+                    self._retain(entry)
+            self._started = True
             # Contents of this epoch are in the buffer now or about to be read: what they were kept for is over.
             self._contents = {place: sample for place, sample in self._contents.items() if place[0] > self.epoch}
-            reads = chain.from_iterable(opened.runs())
+            reads: Iterator[Any] = chain.from_iterable(opened.runs())
+            if self._keep:
+                reads = map(self._retain, reads)
             while k < buffer.drain_from:
                 stop = buffer.chunk_end(k, _DRAWS)
                 slots = buffer.draws(k, stop).tolist()
@@ -159,22 +167,37 @@ class PartitionSource:
         for read, (sample, shard, row) in self._epochs():
             self._current = shard, row
             if self._keep:
-                self._emitted.append(((self.epoch, self.k), Kept(self.epoch, read, pack_sample(sample))))
+                self._retained[self.epoch, read] = pack_sample(sample)
+                self._emitted.append(((self.epoch, self.k), (self.epoch, read)))
             if self._provenance:
                 sample[REF_FIELD] = Ref("", shard, row)
             yield sample
 
+    def _retain(self, entry: Any) -> Any:
+        if entry is not None:
+            read, (sample, _, _) = entry
+            self._retained[self.epoch, read] = sample
+        return entry
+
     def forget(self, base: tuple[int, int]) -> None:
         """No cursor before `base` will be asked for again: let go of samples emitted up to it."""
         while self._emitted and self._emitted[0][0] <= base:
-            self._emitted.popleft()
+            self._retained.pop(self._emitted.popleft()[1], None)
 
     def kept(self) -> list[Kept]:
-        """The buffer's samples and those emitted since the base of the last `forget`, by (epoch, read)."""
+        """What a resume at the base of the last `forget`, or later, need not read again, by (epoch, read)."""
         if not self._started:  # nothing was read yet: what we were given is still what a resume needs
             return [Kept(*place, pack_sample(sample)) for place, sample in sorted(self._contents.items())]
-        held = [Kept(self.epoch, item[0], pack_sample(item[1][0])) for item in self._held if item is not None]
-        return sorted(held + [kept for _, kept in self._emitted], key=lambda kept: kept[:2])
+        retained = self._retained.copy()  # at once, whatever the reading thread does
+        return [Kept(*place, self._packed(place, retained[place])) for place in sorted(retained)]
+
+    def _packed(self, place: tuple[int, int], entry: Sample | bytes) -> bytes:
+        if isinstance(entry, bytes):
+            return entry
+        packed = pack_sample(entry)
+        # Emitted meanwhile? Then a step may have changed it while we packed; what was packed before that is right.
+        now = self._retained.get(place, packed)
+        return now if isinstance(now, bytes) else packed
 
 
 class _PartitionReads:

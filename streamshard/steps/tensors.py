@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +15,20 @@ RAGGED = ("error", "pad", "list")
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
 
-def collate(items: Sequence[Any], *, ragged: str = "error", pad_value: float = 0) -> Any:
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # where batches of arrays are made
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """New memory."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def collate(items: Sequence[Any], *, ragged: str = "error", pad_value: float = 0, empty: Empty = fresh) -> Any:
     """One batch out of `items`.
 
     - maps: field by field; every item must have the same fields
-    - arrays and tensors of one shape: a tensor ``(len(items), *shape)`` of the same dtype; one copy, into fresh memory
+    - arrays and tensors of one shape: a tensor ``(len(items), *shape)`` of the same dtype; one copy, into what `empty`
+      gives for a shape and a dtype
     - arrays of several shapes: as `ragged` says (see `Batch`); ``"pad"`` adds ``<field>_length`` for every array field
     - bool, int, float: tensors of bool, int64, float32 of shape ``(len(items),)``
     - str, bytes, None, lists, refs, mixtures of types: a list
@@ -26,7 +36,8 @@ def collate(items: Sequence[Any], *, ragged: str = "error", pad_value: float = 0
     Raises `DataError` naming the field.
     """
     if not isinstance(items[0], Mapping):
-        return _column("item", list(items), ragged, pad_value, {})
+        return _column("item", list(items), _How(ragged, pad_value, empty), {})
+    how = _How(ragged, pad_value, empty)
     batch: dict[str, Any] = {}
     names = items[0].keys()
     for number, item in enumerate(items):
@@ -35,7 +46,7 @@ def collate(items: Sequence[Any], *, ragged: str = "error", pad_value: float = 0
     for name in names:
         if ragged == "pad" and f"{name}_length" in names:
             raise DataError(f"field {name}_length would be overwritten by the lengths of {name!r}; rename it in a Map")
-        batch[name] = _column(name, [item[name] for item in items], ragged, pad_value, batch)
+        batch[name] = _column(name, [item[name] for item in items], how, batch)
     return batch
 
 
@@ -47,34 +58,66 @@ def _different_fields(first: Any, other: Any, number: int) -> str:
     )
 
 
-def _column(name: str, values: list[Any], ragged: str, pad_value: float, batch: dict[str, Any]) -> Any:
-    kinds = {type(value) for value in values}
+class _How(NamedTuple):
+    ragged: str
+    pad_value: float
+    empty: Empty
+
+
+def _column(name: str, values: list[Any], how: _How, batch: dict[str, Any]) -> Any:
+    kinds = set(map(type, values))
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is np.ndarray or kind is torch.Tensor:
-        return _arrays(name, values, ragged, pad_value, batch)
+        return _arrays(name, values, how, batch)
     if kind in _NUMBERS:
-        return torch.tensor(values, dtype=_NUMBERS[kind])
+        numbers = how.empty((len(values),), _NUMBERS[kind])
+        numbers.numpy()[:] = values
+        return numbers
     if kind is dict:
-        return collate(values, ragged=ragged, pad_value=pad_value)
+        return collate(values, ragged=how.ragged, pad_value=how.pad_value, empty=how.empty)
     return values
 
 
-def _arrays(name: str, values: list[Any], ragged: str, pad_value: float, batch: dict[str, Any]) -> Any:
+def _arrays(name: str, values: list[Any], how: _How, batch: dict[str, Any]) -> Any:
     """Arrays or tensors of one field, all of one of the two kinds."""
-    shapes = {tuple(value.shape) for value in values}
-    dtypes = {value.dtype for value in values}
-    if len(dtypes) > 1:
-        raise DataError(f"field {name!r} has dtypes {sorted(map(str, dtypes))} in one batch; convert them in a Map")
-    if ragged == "pad" and values[0].ndim:
-        return _padded(name, values, pad_value, batch)
+    shapes = {value.shape for value in values}
+    dtype = values[0].dtype
+    for value in values:  # a loop, because numpy's dtypes take long to hash
+        if value.dtype is not dtype and value.dtype != dtype:
+            raise DataError(f"field {name!r} has dtypes {dtype} and {value.dtype} in one batch; convert them in a Map")
+    if how.ragged == "pad" and values[0].ndim:
+        return _padded(name, values, how.pad_value, batch)
     if len(shapes) == 1:
-        return torch.stack(values) if isinstance(values[0], torch.Tensor) else torch.from_numpy(np.stack(values))
-    if ragged == "list":
+        return _stacked(values, how.empty)
+    if how.ragged == "list":
         return [value if isinstance(value, torch.Tensor) else torch.from_numpy(value.copy()) for value in values]
     raise DataError(
-        f"field {name!r} has shapes {_some(shapes)} in one batch; pass Batch(..., ragged='pad') or 'list', or make them equal "
-        f"in a Map"
+        f"field {name!r} has shapes {_some(shapes)} in one batch; make them equal in a Map, or pad them (Batch(..., "
+        f"ragged='pad') or StreamLoader(..., collate=functools.partial(streamshard.collate, ragged='pad'))), or keep a "
+        f"list with ragged='list'"
     )
+
+
+def _stacked(values: list[Any], empty: Empty) -> torch.Tensor:
+    """Values of one shape, with one copy. Concatenating is what stacking does, without a view made of every value."""
+    shape = (len(values), *values[0].shape)
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values, out=empty(shape, values[0].dtype))
+    stacked = empty(shape, torch_dtype(values[0].dtype))
+    if len(shape) == 1:
+        stacked.numpy()[:] = values
+    else:
+        np.concatenate(values, out=stacked.numpy().reshape(-1, *shape[2:]))
+    return stacked
+
+
+@cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """The dtype that torch has for numpy's; `DataError` if it has none."""
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except TypeError as error:
+        raise DataError(f"torch has no dtype for arrays of {dtype}; convert them in a Map") from error
 
 
 def _padded(name: str, values: list[Any], pad_value: float, batch: dict[str, Any]) -> torch.Tensor:
@@ -92,5 +135,5 @@ def _padded(name: str, values: list[Any], pad_value: float, batch: dict[str, Any
 
 
 def _some(shapes: set[tuple[int, ...]]) -> str:
-    shown = [str(shape) for shape in sorted(shapes)[:3]]
+    shown = [str(tuple(shape)) for shape in sorted(shapes)[:3]]
     return ", ".join(shown) + (" ..." if len(shapes) > 3 else "")

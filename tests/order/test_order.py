@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from streamshard.errors import UsageError
 from streamshard.order.partition import EpochOrder, OrderSpec
 from streamshard.order.random import bounded, permutation, raw_words, stream_key
-from streamshard.order.rotation import Reader, carrier, owned, resolve_partitions, rotate
+from streamshard.order.rotation import Reader, Rotation, carrier, owned, resolve_partitions
 from streamshard.order.shuffle import ShuffleBuffer
 from tests import naive
 
@@ -139,7 +139,29 @@ def test_rotation_takes_the_least_slot_whatever_the_turns_are(parts, data):
     turns = [data.draw(st.integers(0, 4)) for _ in range(parts)]
     items = [[(p, i) for i in range(data.draw(st.integers(0, 5)))] for p in range(parts)]
     runs = [FakeRun(p, turns[p], items[p]) for p in range(parts)]
-    assert list(rotate(runs)) == naive.in_slot_order(items, turns)
+    assert list(Rotation(runs)) == naive.in_slot_order(items, turns)
+
+
+@given(st.integers(1, 8), st.data())
+@settings(deadline=None)
+def test_taking_many_at_a_time_is_the_same_rotation_and_says_who_gave_what_in_which_turn(parts, data):
+    turns = [data.draw(st.integers(0, 4)) for _ in range(parts)]
+    items = [[(p, i) for i in range(data.draw(st.integers(0, 5)))] for p in range(parts)]
+    runs = [FakeRun(p, turns[p], items[p]) for p in range(parts)]
+    rotation = Rotation(runs)
+    got, before = [], {run.p: run.turn for run in runs}
+    while True:
+        count = data.draw(st.integers(1, 9))
+        taken, given_turns, touched = rotation.take(count)
+        got += taken
+        assert given_turns == [turns[p] + i for p, i in taken]
+        assert [run.p for run in touched][: len(taken)] == [p for p, _ in taken]
+        assert {run.p for run in runs if run.turn != before[run.p]} <= {run.p for run in touched}
+        before = {run.p: run.turn for run in runs}
+        if len(taken) < count:
+            break
+    assert got == naive.in_slot_order(items, turns)
+    assert rotation.take(3) == ([], [], [])
 
 
 @given(st.sampled_from([4, 12, 48]), st.integers(0, 200), st.data())
@@ -227,7 +249,7 @@ def test_any_readers_that_divide_the_partitions_read_one_global_sequence(world, 
     for rank in range(ranks):
         for worker in range(workers):
             mine, _ = owned(dict.fromkeys(range(parts), 0), set(), parts, Reader(rank, ranks, worker, workers))
-            readers[rank, worker] = rotate([FakeRun(p, 0, orders[p]) for p in mine])
+            readers[rank, worker] = iter(Rotation([FakeRun(p, 0, orders[p]) for p in mine]))
     total = sum(world["samples"])
     got = [next(readers[g % ranks, (g // ranks) % workers]) for g in range(total)]
     assert got == naive.in_slot_order(orders)
