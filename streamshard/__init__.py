@@ -4,6 +4,7 @@ from streamshard.catalog import open_manifest
 from streamshard.dataset import StreamDataset
 from streamshard.distributed.topology import Topology
 from streamshard.errors import CorruptError, DataError, StateError, StorageError, StreamshardError, UsageError
+from streamshard.loader import StreamLoader
 from streamshard.map_dataset import MapDataset
 from streamshard.order.cursor import Ref
 from streamshard.state import merge_states
@@ -11,6 +12,7 @@ from streamshard.steps.batch import Batch
 from streamshard.steps.filter import Filter
 from streamshard.steps.flat_map import FlatMap
 from streamshard.steps.map import Map
+from streamshard.steps.tensors import collate
 from streamshard.storage.policy import StoragePolicy
 from streamshard.writer import DatasetWriter, WriterProgress, commit_writers
 
@@ -30,10 +32,12 @@ __all__ = [
     "StorageError",
     "StoragePolicy",
     "StreamDataset",
+    "StreamLoader",
     "StreamshardError",
     "Topology",
     "UsageError",
     "WriterProgress",
+    "collate",
     "commit_writers",
     "merge_states",
     "open_manifest",

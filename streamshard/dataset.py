@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
-from streamshard.iteration import Book, Iteration, Share
+from streamshard.iteration import Book, Iteration, Share, dropped
 from streamshard.observe.events import Hook, StorageCounters
 from streamshard.order.cursor import innermost
 from streamshard.order.partition import ALGORITHM, OrderSpec
@@ -137,6 +138,7 @@ class StreamDataset(IterableDataset[Any]):
         self._pending_pid = 0  # the process that loaded it
         self._iteration: Iteration | None = None
         self._reader = Reader()
+        self._counted: weakref.ref[Iteration] | None = None  # the newest, whoever reads it
         self._iteration_epoch = 0
         self._iteration_pid = os.getpid()
         self._told_epoch = False
@@ -147,7 +149,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A started worker process has no process group to ask, and no use for an iteration of its parent.
-        return {**self.__dict__, "_iteration": None, "topology": resolve(self.topology)}
+        return {**self.__dict__, "_iteration": None, "_counted": None, "topology": resolve(self.topology)}
 
     def __repr__(self) -> str:
         steps = "".join(f", {step.label}" for step in self.steps)
@@ -197,7 +199,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def storage_counters(self) -> StorageCounters:
         """What this process has asked of the store for this dataset, and what the current iteration has waited for."""
-        iteration = self._current_iteration()
+        iteration = self._counted() if self._counted is not None and self._iteration_pid == os.getpid() else None
         counters = self._store.counters()
         return iteration.storage_counters(counters) if iteration is not None else counters
 
@@ -236,7 +238,7 @@ class StreamDataset(IterableDataset[Any]):
         self._started(share, worker)
         if worker is not None and pending is not None:
             self._shared[_CONSUMED_BY] = _loader_round(worker)
-        self._iteration, self._iteration_pid = iteration, os.getpid()
+        self._iteration = iteration
         return iteration
 
     def shares(self, workers: int) -> list[Share]:
@@ -252,6 +254,13 @@ class StreamDataset(IterableDataset[Any]):
         """For loaders: an iteration over `shares` has begun, and its state is the loader's from now on."""
         self._started(share, None)
         self._iteration, self._lent = None, True
+
+    def resolve_partitions(self, workers: int) -> None:
+        """For loaders: settle P for this process with so many workers, or refuse workers that do not divide it."""
+        reader = replace(self._current_reader(), workers=max(1, workers))
+        if self._partitions is None:
+            self._partitions = resolve_partitions(self._asked_partitions, reader, shuffle=self._order.shuffle)
+        check_divides(self._partitions, reader)
 
     def finish(self, epoch: int) -> None:
         """For loaders: `epoch` has been handed out to its end; the next iteration reads the one after."""
@@ -286,11 +295,7 @@ class StreamDataset(IterableDataset[Any]):
     def _warn_if_left_in_the_middle(self) -> None:
         last = self._current_iteration()
         if last is not None and not last.exhausted and any(run.turn for run in last.runs):
-            _logger.warning(
-                "a new iteration begins while the last one was left in the middle: it starts at the beginning of epoch %d "
-                "again, and samples already delivered come a second time. To go on, load a state first",
-                self.epoch,
-            )
+            _logger.warning(left_in_the_middle(self.epoch))
 
     def _report_ragged(self, pending: Snapshot) -> None:
         turns = {p: state.turn for p, state in pending.partitions.items()}
@@ -332,10 +337,10 @@ class StreamDataset(IterableDataset[Any]):
         """For loaders, with `lent`: the iteration over a share of `shares`, in this process or in a worker's."""
         assert self._partitions is not None  # resolved when the share was made
         spec = replace(self._order, partitions=self._partitions)
-        return Iteration(
+        iteration = Iteration(
             Book(spec, self._timeline()),
             self.steps,
-            StepContext(self._order.seed, self._partitions, refs=wants_refs(self.steps), provenance=self._provenance),
+            self._context(),
             share.live,
             share.carried,
             budget=self._budget,
@@ -345,6 +350,17 @@ class StreamDataset(IterableDataset[Any]):
             lent=lent,
             report=self._report_counters if self._on_event is not None else None,
         )
+        self._counted, self._iteration_pid = weakref.ref(iteration), os.getpid()
+        return iteration
+
+    def _context(self) -> StepContext:
+        assert self._partitions is not None  # resolved when a share was made
+        refs = wants_refs(self.steps)
+        return StepContext(self._order.seed, self._partitions, refs=refs, provenance=self._provenance)
+
+    def dropped(self, partitions: Mapping[int, PartitionState]) -> dict[str, int]:
+        """For loaders: what the steps had dropped when `partitions` stood so."""
+        return dropped(self.steps, self._context(), partitions.values())
 
     def _report_counters(self, iteration: Iteration) -> None:
         try:
@@ -403,6 +419,11 @@ class StreamDataset(IterableDataset[Any]):
             iteration.partitions(),
             iteration.contents(),
         ).encode()
+
+    def encode_state(self, epoch: int, partitions: dict[int, PartitionState], contents: dict[str, bytes]) -> State:
+        """For loaders: the state of this rank with its `partitions` so."""
+        scope = scope_name(replace(self._reader, worker=0, workers=1))
+        return Snapshot(scope, self._fingerprint(), epoch, partitions, contents).encode()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from `state` with the next iteration, which consumes it.
@@ -469,6 +490,14 @@ class StreamDataset(IterableDataset[Any]):
         if self._history:
             found["history"] = [list(entry) for entry in self._history]
         return found
+
+
+def left_in_the_middle(epoch: int) -> str:
+    """What to tell who starts over without having finished."""
+    return (
+        f"a new iteration begins while the last one was left in the middle: it starts at the beginning of epoch {epoch} again, "
+        f"and samples already delivered come a second time. To go on, load a state first"
+    )
 
 
 def _contents(share: Share) -> dict[int, dict[tuple[int, int], Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from streamshard.snapshot_contents import encode_contents
 from streamshard.state import PartitionState
 from streamshard.steps.pipeline import open_stages
 from streamshard.steps.step import Stage, Step, StepContext
-
 
 Mark = tuple[int, bool, Cursor]  # turn, done and cursor of a partition: a `PartitionState` that costs a tuple to make
 
@@ -147,6 +146,14 @@ class _Finished:
         return iter(())
 
 
+def dropped(steps: Sequence[Step], context: StepContext, states: Iterable[PartitionState]) -> dict[str, int]:
+    """What the steps had dropped, by step, in partitions that stand so: cursors carry it."""
+    total: Counter[str] = Counter()
+    for state in states:
+        total.update(dict(open_stages(steps, state.cursor, context, _Finished).counters()))
+    return dict(total)
+
+
 class Iteration:
     """The partitions of one reader from a given state on. Iterate it once; `close` it when done.
 
@@ -170,10 +177,7 @@ class Iteration:
     ) -> None:
         self.carried = dict(carried)
         self.exhausted = False
-        self._finished_counters: Counter[str] = Counter()
-        for state in carried.values():
-            stage = open_stages(steps, state.cursor, context, _Finished)
-            self._finished_counters.update(dict(stage.counters()))
+        self._finished_counters = dropped(steps, context, carried.values())
         self._keep = keep
         tell = None if report is None else partial(report, self)
         self._ahead = ReadAhead(budget, max(1, len(live) * interleave), tell)
@@ -192,7 +196,7 @@ class Iteration:
             stage = open_stages(steps, state.cursor, context, lambda _, source=source: source)  # type: ignore[misc]
             self.runs.append(PartitionRun(p, state, source, stage, forgets=forgets))
 
-    def open(self) -> Rotation:
+    def open(self) -> Rotation[PartitionRun | PlainRun]:
         """The items in slot order, the first blocks of all partitions requested together."""
         for run in self.runs:
             run.source.open()
@@ -201,6 +205,10 @@ class Iteration:
     def begin_speculation(self) -> None:
         """Call it after the first item has been handed out; see `ReadAhead`."""
         self._ahead.begin_speculation()
+
+    def interrupt(self) -> None:
+        """From another thread: the one that reads stops waiting for the store, with an error."""
+        self._ahead.close()
 
     def close(self) -> None:
         """Cancel the requests in flight and let go of what was read ahead; the state stays readable."""

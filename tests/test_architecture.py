@@ -20,6 +20,8 @@ LAYERS = {  # folder -> what of the package it may import besides itself, order 
     "prefetch": {"streamshard.shard", "streamshard.storage.store"},
     "distributed": set(),
     "observe": set(),
+    "staging": set(),
+    "loading": {"streamshard.iteration", "streamshard.dataset", "streamshard.state", "streamshard.staging"},
 }
 HOMES = {  # third-party package -> the only files that may import it
     "zstandard": {"shard/compression.py"},
@@ -30,7 +32,20 @@ HOMES = {  # third-party package -> the only files that may import it
     "tenacity": {"storage/limiter.py"},
     "s3fs": set(),
     "gcsfs": set(),
-    "torch": {"dataset.py", "map_dataset.py", "steps/tensors.py", "distributed/topology.py", "testing/resume.py"},
+    "torch": {
+        "dataset.py",
+        "map_dataset.py",
+        "steps/tensors.py",
+        "distributed/topology.py",
+        "testing/resume.py",
+        "loader.py",
+        "staging/buffers.py",
+        "staging/device.py",
+        "staging/stager.py",
+        "staging/tree.py",
+        "loading/shared_memory.py",
+        "loading/parts.py",
+    },
 }
 PURE = {"threading", "concurrent", "time", "random", "os", "io", "socket", "torch", "asyncio", "logging"}
 

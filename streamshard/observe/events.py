@@ -53,5 +53,17 @@ class StorageCounters:
     lookahead_peak: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LoaderCounters:
+    """One iteration of a loader so far: batches handed out; how often, and how many seconds in all, they were waited for; and
+    what steps have dropped of what was handed out, by step.
+    """
+
+    batches: int = 0
+    waits: int = 0
+    waiting_s: float = 0.0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+
 Event = ThrottlingBegan | ThrottlingEnded | StorageCounters
 Hook = Callable[[Event], None]

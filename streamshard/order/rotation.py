@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import lcm
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from streamshard.errors import UsageError
 
@@ -107,7 +107,10 @@ def raggedness(turns: Mapping[int, int], done: Collection[int], parts: int) -> i
     return sum(turn + (p - least) // parts for p, turn in live.items())
 
 
-class Rotation:
+Run = TypeVar("Run", bound=Turning)
+
+
+class Rotation(Generic[Run]):
     """Items of `runs` in slot order until all are exhausted: one at a time by iterating, or many at a time with `take`.
 
     Within one pass every run with the least turn gives one item, in order of p. Once all turns are equal they stay
@@ -115,13 +118,13 @@ class Rotation:
     one thread.
     """
 
-    def __init__(self, runs: Collection[Turning]) -> None:
+    def __init__(self, runs: Collection[Run]) -> None:
         self._live = sorted(runs, key=lambda run: run.p)
-        self._pass: list[Turning] = []  # the runs whose turn it is
+        self._pass: list[Run] = []  # the runs whose turn it is
         self._takes: list[Iterator[Any]] = []  # their items
         self._place = 0  # how far the pass has come
         self._turn = -1  # the turn that the pass gives
-        self._ended: list[Turning] = []
+        self._ended: list[Run] = []
 
     def __iter__(self) -> Iterator[Any]:
         while self._next_pass():
@@ -136,7 +139,7 @@ class Rotation:
                 else:
                     yield item
 
-    def take(self, count: int) -> tuple[list[Any], list[int], list[Turning]]:
+    def take(self, count: int) -> tuple[list[Any], list[int], list[Run]]:
         """(items, their turns, the runs that changed): the next `count` items, fewer only when all runs are exhausted.
 
         The turns are those before each item, so that the slot of an item of run p is ``turn * P + p``; `owners` in the same
@@ -144,8 +147,8 @@ class Rotation:
         """
         items: list[Any] = []
         turns: list[int] = []
-        owners: list[Turning] = []
-        ended: list[Turning] = []
+        owners: list[Run] = []
+        ended: list[Run] = []
         while len(items) < count:
             if self._place >= len(self._pass) and not self._next_pass():
                 break

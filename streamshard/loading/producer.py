@@ -1,0 +1,64 @@
+"""The thread that forms batches while the training loop computes."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+
+from streamshard.loading.formed import Formed, Source
+from streamshard.loading.handover import Handover
+
+_logger = logging.getLogger("streamshard")
+
+_running: weakref.WeakSet[Producer] = weakref.WeakSet()
+
+JOIN_S = 5.0  # a function of the user's that does not return cannot be interrupted
+
+
+class Producer:
+    """Reads `source` in a thread of its own, `depth` batches ahead of the one that takes them from `ready`."""
+
+    def __init__(self, source: Source, depth: int) -> None:
+        self.ready: Handover[Formed] = Handover(depth)
+        self._source = source
+        self._pid = os.getpid()
+        # A daemon, because it may be in a user's function at exit; `close` ends it before the interpreter goes.
+        self._thread = threading.Thread(target=self._run, name="streamshard-loader", daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            for formed in self._source.batches():
+                if not self.ready.put(formed):
+                    break
+        except BaseException as error:  # noqa: BLE001  (the training loop's thread raises it)
+            failure = error
+        finally:
+            self._source.close()
+            self.ready.end(failure)
+
+    def close(self) -> None:
+        """Stop reading ahead and end the thread."""
+        if self._pid != os.getpid():  # a forked child has no such thread
+            return
+        self.ready.close()
+        self._source.interrupt()
+        if self._thread is threading.current_thread():  # the collector may close an iterator on any thread
+            return
+        self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            _logger.warning(
+                "the loader's thread is still in a step's function after %.0f s; it ends when that returns", JOIN_S
+            )
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads end before the interpreter does: one that is killed inside native code would take the process down."""
+    for producer in list(_running):
+        producer.close()
