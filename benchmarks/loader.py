@@ -17,7 +17,7 @@ import streamshard as ss
 from benchmarks.corpora import SCRATCH
 from benchmarks.report import save
 
-ROWS, TOKENS, BATCH, PARTITIONS = 24_000, 2048, 32, 16
+ROWS, TOKENS, BATCH, PARTITIONS = 48_000, 2048, 32, 16
 
 
 def row_dataset() -> str:
@@ -46,7 +46,7 @@ def cpu(work: object) -> float:
 
 def delivery(rounds: int = 7) -> dict:
     sides = {
-        "dataset": lambda: dataset(),
+        "dataset": dataset,
         "loader, batch_size=32": lambda: ss.StreamLoader(dataset(), batch_size=BATCH),
         "loader over Batch(32)": lambda: ss.StreamLoader(
             ss.StreamDataset(row_dataset(), ss.Batch(BATCH), partitions=PARTITIONS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from streamshard.snapshot_contents import encode_contents
 from streamshard.state import PartitionState
 from streamshard.steps.pipeline import open_stages
 from streamshard.steps.step import Stage, Step, StepContext
+from streamshard.steps.threads import Pools
 
 Mark = tuple[int, bool, Cursor]  # turn, done and cursor of a partition: a `PartitionState` that costs a tuple to make
 
@@ -179,6 +180,8 @@ class Iteration:
         self.exhausted = False
         self._finished_counters = dropped(steps, context, carried.values())
         self._keep = keep
+        self._pools = Pools(len(live))
+        context = replace(context, pools=self._pools)
         tell = None if report is None else partial(report, self)
         self._ahead = ReadAhead(budget, max(1, len(live) * interleave), tell)
         self.runs: list[PartitionRun | PlainRun] = []
@@ -207,12 +210,14 @@ class Iteration:
         self._ahead.begin_speculation()
 
     def interrupt(self) -> None:
-        """From another thread: the one that reads stops waiting for the store, with an error."""
+        """From another thread: the one that reads stops waiting for the store or for threads, with an error."""
         self._ahead.close()
+        self._pools.close()
 
     def close(self) -> None:
         """Cancel the requests in flight and let go of what was read ahead; the state stays readable."""
         self._ahead.close()
+        self._pools.close()
         for run in self.runs:
             run.source.close()
             run.items.close()  # a run and its generator refer to each other: waiting for the collector would hold blocks

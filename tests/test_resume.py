@@ -54,6 +54,8 @@ PIPELINES = {
     "flat map, flat map": (ss.FlatMap(zero_to_three), ss.FlatMap(zero_to_three)),
     "batched map": (ss.Map(both, batch=5),),
     "flat map, batched map, filter": (ss.FlatMap(zero_to_three), ss.Map(both, batch=3), ss.Filter(even)),
+    "threaded map": (ss.Map(noisy, rng=True, threads=3),),
+    "filter, threaded map, flat map": (ss.Filter(even), ss.Map(noisy, rng=True, threads=2), ss.FlatMap(zero_to_three)),
     "batch": (ss.Map(lambda item: {"id": item["id"]}), ss.Batch(4)),
     "batch, drop last": (ss.Filter(even), ss.Map(lambda item: {"id": item["id"]}), ss.Batch(4, drop_last=True)),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 from streamshard.errors import DataError, UsageError
 from streamshard.order.cursor import Cursor, Ref
 from streamshard.order.random import stream_key
-from streamshard.steps.step import Passing, Stage, StepContext, check_callable, function_name, keep_ref
+from streamshard.steps.step import Passing, Stage, StepContext, blame, check_callable, function_name, keep_ref
+from streamshard.steps.threads import Call, Pools, run_ahead
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Map:
     With ``batch=n`` it gets a list of n items (fewer at the end of a finite epoch) and returns a list of as many: for
     tokenizers that encode lists. Together with ``rng=True`` it also gets a list of n generators.
 
+    With ``threads=n`` it runs on n threads of each process, for functions that release the GIL (decoding images, reading
+    files); the items leave in order all the same. Up to 2n items, and at least one a partition, are then on their way.
+
     The function must be deterministic. It enters the fingerprint by name, so give `version` a new value when its code
     changes in a way that must not go unnoticed on resume. Stored arrays arrive read-only; copy before writing into them.
     """
@@ -33,12 +37,20 @@ class Map:
     function: Callable[..., Any]
     rng: bool = False
     batch: int | None = None
+    threads: int | None = None
     version: str | int | None = None
 
     def __post_init__(self) -> None:
         check_callable("Map", self.function)
         if self.batch is not None and (not isinstance(self.batch, int) or self.batch < 1):
             raise UsageError(f"Map(batch={self.batch!r}): the number of items handed over at once must be an int >= 1")
+
+        if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
+            raise UsageError(f"Map(threads={self.threads!r}): the number of threads must be an int >= 1")
+        if self.threads is not None and self.batch is not None:
+            raise UsageError(
+                f"Map(batch={self.batch}, threads={self.threads}): one or the other; a function of lists can use threads itself"
+            )
 
     @property
     def label(self) -> str:
@@ -57,6 +69,8 @@ class Map:
         return cursor if self.batch is None else cursor[0]
 
     def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
+        if self.threads is not None and context.pools is not None:
+            return _ThreadedMapStage(self, upstream, cursor, context, context.pools)
         if self.batch is None:
             return _MapStage(self, upstream, context)
         return _BatchedMapStage(self, upstream, cursor, context)
@@ -78,6 +92,67 @@ class _MapStage(Passing):
                 self.blame(error, self._step.label)
                 raise
             yield keep_ref(item, mapped) if provenance else mapped
+
+
+class _ThreadedMapStage(Passing):
+    """See `streamshard.steps.threads`. Cursor: the upstream's as it was after the item that left last."""
+
+    def __init__(self, step: Map, upstream: Stage, cursor: Cursor, context: StepContext, pools: Pools) -> None:
+        super().__init__(upstream)
+        self._step = step
+        self._context = context
+        self._pools = pools
+        self._counts = next(upstream.counters(), None) is not None
+        self._last = Call(None, None, cursor, (), Ref("", -1, -1), tuple(upstream.counters()))
+
+    def cursor(self) -> Cursor:
+        return self._last.cursor
+
+    def identity(self) -> tuple[int, ...]:
+        return self._last.identity
+
+    def ref(self) -> Ref:
+        return self._last.ref
+
+    def counters(self) -> Iterator[tuple[str, int]]:
+        yield from self._last.counters
+
+    def __iter__(self) -> Iterator[Any]:
+        calls = run_ahead(self._calls(), self._pools.ahead(self._step.threads or 1))
+        try:
+            for call in calls:
+                if call.failure is not None:
+                    raise call.failure
+                assert call.result is not None  # it has one or the other
+                try:
+                    mapped = call.result.result()
+                except Exception as error:
+                    blame(error, self._step.label, call.ref)
+                    raise
+                self._last = call
+                yield keep_ref(call.item, mapped) if self._context.provenance else mapped
+        finally:
+            calls.close()
+        upstream = self._upstream  # what it dropped at the end is counted
+        self._last = replace(self._last, cursor=upstream.cursor(), counters=tuple(upstream.counters()))
+
+    def _calls(self) -> Iterator[Call]:
+        step, upstream = self._step, self._upstream
+        submit = self._pools.pool(self._context.place, step.threads or 1).submit
+        try:
+            for item in upstream:
+                arguments = (item, generator(upstream, self._context)) if step.rng else (item,)
+                counters = tuple(upstream.counters()) if self._counts else ()
+                yield Call(
+                    item,
+                    submit(step.function, *arguments),
+                    upstream.cursor(),
+                    upstream.identity(),
+                    upstream.ref(),
+                    counters,
+                )
+        except Exception as error:  # noqa: BLE001  (raised when what came before it has left)
+            yield Call(None, None, self._last.cursor, (), self._last.ref, (), error)
 
 
 class _BatchedMapStage(Passing):

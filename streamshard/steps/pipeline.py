@@ -64,4 +64,4 @@ def batch_fingerprint(steps: Sequence[Step]) -> list[int]:
 
 def wants_refs(steps: Sequence[Step]) -> bool:
     """Whether the refs of samples are asked for at every item, so that tracking them pays."""
-    return any(isinstance(step, Map) and step.rng for step in steps)
+    return any(isinstance(step, Map) and (step.rng or step.threads) for step in steps)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from streamshard.errors import UsageError
 from streamshard.order.cursor import REF_FIELD, Cursor, Ref
+from streamshard.steps.threads import Pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class StepContext:
     """What a stage may know of its surroundings.
 
     `place` is the step's position in the pipeline, from 0; `refs` says that refs of single items will be asked for,
-    `provenance` that samples carry theirs in a field.
+    `provenance` that samples carry theirs in a field. `pools` has the threads of steps that use some.
     """
 
     seed: int
@@ -28,6 +29,7 @@ class StepContext:
     place: int = 0
     refs: bool = False
     provenance: bool = False
+    pools: Pools | None = None
 
 
 class Stage(Protocol):
@@ -89,9 +91,13 @@ class Passing:
 
     def blame(self, error: Exception, label: str) -> None:
         """Note on a user function's exception which sample it met."""
-        ref = self._upstream.ref()
-        source = f"source {ref.source!r}, " if ref.source else ""
-        error.add_note(f"in {label} at {source}shard {ref.shard}, row {ref.row}")
+        blame(error, label, self._upstream.ref())
+
+
+def blame(error: Exception, label: str, ref: Ref) -> None:
+    """Note on an exception that the step `label` met it at `ref`."""
+    source = f"source {ref.source!r}, " if ref.source else ""
+    error.add_note(f"in {label} at {source}shard {ref.shard}, row {ref.row}")
 
 
 def keep_ref(item: Any, output: Any) -> Any:
