@@ -10,14 +10,16 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from streamshard.dataset import StreamDataset, left_in_the_middle
 from streamshard.errors import UsageError
-from streamshard.loading.formed import Source
 from streamshard.loading.local import LocalSource
 from streamshard.loading.position import Position
-from streamshard.loading.producer import Producer
+from streamshard.loading.run import BufferPool, Run, no_buffers, pinned
 from streamshard.observe.events import LoaderCounters, StorageCounters
 from streamshard.staging.buffers import Buffers
+from streamshard.staging.device import check_device, open_device
 from streamshard.state import State
 from streamshard.steps.tensors import collate as default_collate
 from streamshard.steps.tensors import fresh
@@ -33,6 +35,14 @@ class StreamLoader:
         such as the micro-batches of a `Batch` step.
     collate: makes a batch out of a list of items; default `streamshard.collate`.
     prefetch: batches that wait ready. Two cover a producer that is a little uneven; more cost memory and a later stop.
+    device: stages batches there before they are needed: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which runs the same program
+        without an accelerator. None hands out host memory.
+    slots: batches on the device at a time, the one in use included.
+    pin_memory: whether batches are copied from pinned host memory; default whether the device is CUDA. With ``device=None``,
+        True hands out pinned tensors.
+    static_buffers: hand out the same `slots` device addresses in rotation, for CUDA graphs. A batch is then overwritten
+        when the `slots`-th one after it is asked for; otherwise every batch has memory of its own.
+    dtypes: field -> torch dtype to convert to on the device, after the (smaller) copy; ``"images.pixels"`` for a nested one.
     accumulation: batches of one optimizer step. The state is then always that of the last complete step.
 
     One iteration at a time: a new one ends the one before. Not thread-safe. Raises `UsageError` at construction for arguments
@@ -46,14 +56,25 @@ class StreamLoader:
         batch_size: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         prefetch: int = 2,
+        device: str | torch.device | None = None,
+        slots: int = 2,
+        pin_memory: bool | None = None,
+        static_buffers: bool = False,
+        dtypes: Mapping[str, torch.dtype] | None = None,
         accumulation: int = 1,
     ) -> None:
         _check_dataset(dataset, batch_size, collate)
-        _check_counts(batch_size=batch_size, prefetch=prefetch, accumulation=accumulation)
+        _check_counts(batch_size=batch_size, prefetch=prefetch, accumulation=accumulation, slots=slots)
+        self._device = check_device(device, pin_memory=pin_memory)
+        _check_staging(self._device, static_buffers, dtypes)
         self.dataset = dataset
         self._batch_size = batch_size
         self._collate = collate
         self._prefetch = prefetch
+        self._slots = slots
+        self._pin_memory = pin_memory
+        self._static_buffers = static_buffers
+        self._dtypes = dict(dtypes or {})
         self._accumulation = accumulation
         self._position: Position | None = None  # none until the first batch is asked for
         self._run: Run | None = None
@@ -90,16 +111,26 @@ class StreamLoader:
         if last is not None and not last.exhausted and last.batches:
             _logger.warning(left_in_the_middle(self.dataset.epoch))
         shares = self.dataset.shares(0)
-        source = LocalSource(self.dataset.open_share(shares[0], lent=True), self._batch_size, self._form, lambda: None)
+        device = None
+        if self._device is not None:
+            device = open_device(self._device, pin_memory=self._pin_memory is not False)
+        pool = BufferPool(device, self._prefetch + 2) if device is not None and self._collate is None else None
+        iteration = self.dataset.open_share(shares[0], lent=True)
+        source = LocalSource(iteration, self._batch_size, self._form, pool.next if pool is not None else no_buffers)
         self.dataset.lend(shares[0])
         self._position = Position(shares, self._accumulation)
-        self._run = Run(source, self._position, self._prefetch)
+        pins = device is None and bool(self._pin_memory)
+        self._run = Run(source, self._position, self._prefetch, pin=pins)
+        if device is not None:
+            self._run.stage(device, pool, slots=self._slots, static=self._static_buffers, dtypes=self._dtypes)
         return self._run
 
     def _form(self, items: list[Any], buffers: Buffers | None) -> Any:
         if self._collate is not None:
             return self._collate(items)
-        return default_collate(items, empty=fresh if buffers is None else buffers.empty)
+        if buffers is not None:
+            return default_collate(items, empty=buffers.empty)
+        return default_collate(items, empty=pinned if self._pin_memory else fresh)
 
     def _end_run(self) -> None:
         run, self._run = self._run, None
@@ -151,33 +182,6 @@ class StreamLoader:
         return self.dataset.storage_counters()
 
 
-class Run:
-    """One iteration of a loader: a source, the thread that reads it, and the position of what was handed out."""
-
-    def __init__(self, source: Source, position: Position, prefetch: int) -> None:
-        self.position = position
-        self._source = source
-        self._producer = Producer(source, prefetch)
-        self.take = self._producer.ready.take
-        self.acknowledge = source.acknowledge
-        self._kept: dict[str, bytes] = {}
-        self._closed = False
-
-    def contents(self) -> dict[str, bytes]:
-        """What a resume need not read again."""
-        return self._source.contents({})
-
-    def waited(self) -> tuple[int, float]:
-        """How often, and how many seconds in all, a batch was waited for."""
-        return self._producer.ready.waits, self._producer.ready.waited_s
-
-    def close(self) -> None:
-        """End the thread; may be called again."""
-        if not self._closed:
-            self._closed = True
-            self._producer.close()
-
-
 def _check_dataset(dataset: object, batch_size: int | None, collate: object) -> None:
     if not isinstance(dataset, StreamDataset):
         raise UsageError(
@@ -196,6 +200,17 @@ def _check_dataset(dataset: object, batch_size: int | None, collate: object) -> 
         )
     if collate is not None and not callable(collate):
         raise UsageError(f"StreamLoader(collate={collate!r}): pass a function of a list of items")
+
+
+def _check_staging(device: torch.device | None, static_buffers: bool, dtypes: Mapping[str, torch.dtype] | None) -> None:
+    if device is None and (static_buffers or dtypes):
+        name = "static_buffers=True" if static_buffers else f"dtypes={dtypes!r}"
+        raise UsageError(f"StreamLoader({name}) is about batches on a device: pass device= too")
+    for field, dtype in (dtypes or {}).items():
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(
+                f"StreamLoader(dtypes=...): field {field!r} has {dtype!r}; pass a torch dtype such as torch.int64"
+            )
 
 
 def _check_counts(**counts: int | None) -> None:

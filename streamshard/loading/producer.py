@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
 from streamshard.loading.formed import Formed, Source
 from streamshard.loading.handover import Handover
@@ -19,11 +20,15 @@ JOIN_S = 5.0  # a function of the user's that does not return cannot be interrup
 
 
 class Producer:
-    """Reads `source` in a thread of its own, `depth` batches ahead of the one that takes them from `ready`."""
+    """Reads `source` in a thread of its own, `depth` batches ahead of the one that takes them from `ready`.
 
-    def __init__(self, source: Source, depth: int) -> None:
+    finish: called in that thread with every batch formed.
+    """
+
+    def __init__(self, source: Source, depth: int, finish: Callable[[Formed], None] | None = None) -> None:
         self.ready: Handover[Formed] = Handover(depth)
         self._source = source
+        self._finish = finish
         self._pid = os.getpid()
         # A daemon, because it may be in a user's function at exit; `close` ends it before the interpreter goes.
         self._thread = threading.Thread(target=self._run, name="streamshard-loader", daemon=True)
@@ -34,6 +39,8 @@ class Producer:
         failure: BaseException | None = None
         try:
             for formed in self._source.batches():
+                if self._finish is not None:
+                    self._finish(formed)
                 if not self.ready.put(formed):
                     break
         except BaseException as error:  # noqa: BLE001  (the training loop's thread raises it)

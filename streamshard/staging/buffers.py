@@ -3,38 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
+from streamshard.staging.device import Event
+
 
 class Buffers:
-    """Tensors for the leaves of one batch at a time, always in the same order and out of the same memory.
+    """Tensors for the leaves of one batch at a time, each leaf in the same memory every time.
 
-    Leaf i of every batch lies at the same address, unless it outgrows what is there. allocate: bytes -> uint8 tensor.
-    Not thread-safe: whoever holds the batch holds its buffers.
+    allocate: bytes -> uint8 tensor. A leaf that outgrows its memory gets new memory, unless `on_growth` is given, which is
+    then called with (key, bytes there, bytes needed) and is expected to raise. `busy`: whoever still reads them; wait for it
+    before `begin`. Not thread-safe: who holds the batch holds its buffers.
     """
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        allocate: Callable[[int], torch.Tensor],
+        on_growth: Callable[[Hashable, int, int], None] | None = None,
+    ) -> None:
+        self.busy: Event | None = None
         self._allocate = allocate
-        self._memory: list[torch.Tensor] = []
+        self._on_growth = on_growth
+        self._memory: dict[Hashable, torch.Tensor] = {}
         self._next = 0
 
     def begin(self) -> None:
-        """The next batch: whatever is in the buffers may be overwritten."""
+        """The next batch: wait until nobody reads the last one, whose memory may then be overwritten."""
+        if self.busy is not None:
+            self.busy.synchronize()
+            self.busy = None
         self._next = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor for the next leaf, its contents undefined."""
-        size = math.prod(shape) * dtype.itemsize
-        place, self._next = self._next, self._next + 1
-        if place == len(self._memory):
-            self._memory.append(self._allocate(size))
-        elif self._memory[place].numel() < size:
-            self._memory[place] = self._allocate(size)
-        return self._memory[place][:size].view(dtype).view(shape)
+        """A contiguous tensor for the next leaf in order, its contents undefined."""
+        self._next += 1
+        return self.take(self._next, shape, dtype)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in these buffers."""
-        start = tensor.untyped_storage().data_ptr()
-        return any(memory.untyped_storage().data_ptr() == start for memory in self._memory)
+    def take(self, key: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor for the leaf `key`, its contents undefined."""
+        size = size_of(shape, dtype)
+        memory = self._memory.get(key)
+        if memory is not None and memory.numel() < size and self._on_growth is not None:
+            self._on_growth(key, memory.numel(), size)
+        if memory is None or memory.numel() < size:
+            memory = self._memory[key] = self._allocate(size)
+        return shaped(memory, shape, dtype)
+
+
+def size_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def shaped(memory: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The beginning of `memory`, bytes, as a tensor."""
+    return memory[: size_of(shape, dtype)].view(dtype).view(shape)
