@@ -3,7 +3,15 @@
 from streamshard.catalog import open_manifest
 from streamshard.dataset import StreamDataset
 from streamshard.distributed.topology import Topology
-from streamshard.errors import CorruptError, DataError, StateError, StorageError, StreamshardError, UsageError
+from streamshard.errors import (
+    CorruptError,
+    DataError,
+    StateError,
+    StorageError,
+    StreamshardError,
+    UsageError,
+    WorkerError,
+)
 from streamshard.loader import StreamLoader
 from streamshard.map_dataset import MapDataset
 from streamshard.order.cursor import Ref
@@ -36,6 +44,7 @@ __all__ = [
     "StreamshardError",
     "Topology",
     "UsageError",
+    "WorkerError",
     "WriterProgress",
     "collate",
     "commit_writers",

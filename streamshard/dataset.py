@@ -255,6 +255,11 @@ class StreamDataset(IterableDataset[Any]):
         self._started(share, None)
         self._iteration, self._lent = None, True
 
+    @property
+    def keeps_contents(self) -> bool:
+        """For loaders: whether states carry samples."""
+        return self._snapshot == "contents"
+
     def resolve_partitions(self, workers: int) -> None:
         """For loaders: settle P for this process with so many workers, or refuse workers that do not divide it."""
         reader = replace(self._current_reader(), workers=max(1, workers))
@@ -331,7 +336,14 @@ class StreamDataset(IterableDataset[Any]):
         done = {p for p, state in states.items() if state.done}
         live, carried = self._divide(snapshot.scope, {p: state.turn for p, state in states.items()}, done, reader)
         blobs = {key: blob for key, blob in snapshot.contents.items() if set(live) & set(map(int, key.split(",")))}
-        return Share(reader, snapshot.epoch, {p: states[p] for p in live}, {p: states[p] for p in carried}, blobs)
+        return Share(
+            reader,
+            self._partitions,
+            snapshot.epoch,
+            {p: states[p] for p in live},
+            {p: states[p] for p in carried},
+            blobs,
+        )
 
     def open_share(self, share: Share, *, lent: bool = False) -> Iteration:
         """For loaders, with `lent`: the iteration over a share of `shares`, in this process or in a worker's."""

@@ -31,7 +31,7 @@ class StorageError(StreamshardError, OSError):
         self.kind = kind
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword-only arguments do not survive the default
-        return _rebuild_storage_error, (type(self), str(self), self.kind)
+        return _rebuild_storage_error, (type(self), str(self), self.kind), self.__dict__  # with its notes
 
 
 class CorruptError(StorageError, DataError):
@@ -45,6 +45,10 @@ class CorruptError(StorageError, DataError):
 
 def _rebuild_storage_error(cls: type[StorageError], message: str, kind: str) -> StorageError:
     return cls(message, kind=kind)
+
+
+class WorkerError(StreamshardError, RuntimeError):
+    """A loader's worker process ended, or failed with something that cannot be sent. The state is that of the last batch."""
 
 
 class StateError(StreamshardError, ValueError):

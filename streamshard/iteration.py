@@ -30,6 +30,7 @@ class Share:
     """What one reader has at the start of an iteration: plain values that can be sent to a worker process."""
 
     reader: Reader
+    parts: int  # P
     epoch: int
     live: dict[int, PartitionState]
     carried: dict[int, PartitionState]

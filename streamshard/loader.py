@@ -7,22 +7,27 @@ it. Those of the last batch handed out are the state, so nothing that waits is i
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from streamshard.dataset import StreamDataset, left_in_the_middle
-from streamshard.errors import UsageError
-from streamshard.loading.local import LocalSource
+from streamshard.errors import UsageError, WorkerError
+from streamshard.iteration import Share
+from streamshard.loading.formed import Source
+from streamshard.loading.local import LocalSource, NextBuffers
 from streamshard.loading.position import Position
+from streamshard.loading.processes import ProcessSource, WorkerGroup
 from streamshard.loading.run import BufferPool, Run, no_buffers, pinned
+from streamshard.loading.worker import Job
 from streamshard.observe.events import LoaderCounters, StorageCounters
 from streamshard.staging.buffers import Buffers
 from streamshard.staging.device import check_device, open_device
 from streamshard.state import State
+from streamshard.steps.tensors import Empty, fresh
 from streamshard.steps.tensors import collate as default_collate
-from streamshard.steps.tensors import fresh
 
 _logger = logging.getLogger("streamshard")
 
@@ -34,6 +39,11 @@ class StreamLoader:
     batch_size: items of a batch, taken over all partitions of this rank in rotation. None hands out the pipeline's own items,
         such as the micro-batches of a `Batch` step.
     collate: makes a batch out of a list of items; default `streamshard.collate`.
+    workers: 0 runs the pipeline in a thread of this process, which is the fast way unless functions in `Map` hold the GIL for
+        long. n runs it in n processes; batches come through shared memory, and their order does not depend on n, except with
+        a `collate` of your own, which gets the items of one worker's partitions.
+    start_method: how worker processes are started; ``"forkserver"``, ``"spawn"`` or ``"fork"``. The first two need
+        functions that can be imported, and ``if __name__ == "__main__":`` in scripts.
     prefetch: batches that wait ready. Two cover a producer that is a little uneven; more cost memory and a later stop.
     device: stages batches there before they are needed: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which runs the same program
         without an accelerator. None hands out host memory.
@@ -55,6 +65,8 @@ class StreamLoader:
         *,
         batch_size: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        workers: int = 0,
+        start_method: str = "forkserver",
         prefetch: int = 2,
         device: str | torch.device | None = None,
         slots: int = 2,
@@ -65,11 +77,15 @@ class StreamLoader:
     ) -> None:
         _check_dataset(dataset, batch_size, collate)
         _check_counts(batch_size=batch_size, prefetch=prefetch, accumulation=accumulation, slots=slots)
+        _check_workers(workers, start_method)
         self._device = check_device(device, pin_memory=pin_memory)
         _check_staging(self._device, static_buffers, dtypes)
         self.dataset = dataset
         self._batch_size = batch_size
         self._collate = collate
+        self._workers = workers
+        self._start_method = start_method
+        self._group: WorkerGroup | None = None
         self._prefetch = prefetch
         self._slots = slots
         self._pin_memory = pin_memory
@@ -78,7 +94,8 @@ class StreamLoader:
         self._accumulation = accumulation
         self._position: Position | None = None  # none until the first batch is asked for
         self._run: Run | None = None
-        dataset.resolve_partitions(0)
+        self._kept: dict[str, bytes] = {}  # contents of a run that was closed
+        dataset.resolve_partitions(workers)
 
     def __repr__(self) -> str:
         return f"StreamLoader({self.dataset!r}, batch_size={self._batch_size})"
@@ -110,13 +127,12 @@ class StreamLoader:
         last = self._position
         if last is not None and not last.exhausted and last.batches:
             _logger.warning(left_in_the_middle(self.dataset.epoch))
-        shares = self.dataset.shares(0)
+        shares = self.dataset.shares(self._workers)
         device = None
         if self._device is not None:
             device = open_device(self._device, pin_memory=self._pin_memory is not False)
-        pool = BufferPool(device, self._prefetch + 2) if device is not None and self._collate is None else None
-        iteration = self.dataset.open_share(shares[0], lent=True)
-        source = LocalSource(iteration, self._batch_size, self._form, pool.next if pool is not None else no_buffers)
+        pool = BufferPool(device, self._prefetch + 2) if device is not None and self._collates else None
+        source = self._source(shares, pool.next if pool is not None else no_buffers)
         self.dataset.lend(shares[0])
         self._position = Position(shares, self._accumulation)
         pins = device is None and bool(self._pin_memory)
@@ -125,12 +141,32 @@ class StreamLoader:
             self._run.stage(device, pool, slots=self._slots, static=self._static_buffers, dtypes=self._dtypes)
         return self._run
 
+    @property
+    def _collates(self) -> bool:
+        """Whether batches are put together here, and so into memory of our choice."""
+        return self._workers > 0 or (self._batch_size is not None and self._collate is None)
+
+    @property
+    def _empty(self) -> Empty:
+        return pinned if self._pin_memory else fresh
+
+    def _source(self, shares: list[Share], buffers: NextBuffers) -> Source:
+        if not self._workers:
+            return LocalSource(self.dataset.open_share(shares[0], lent=True), self._batch_size, self._form, buffers)
+        if self._group is None or not self._group.alive:
+            self._end_group()
+            rows = self._batch_size
+            if rows is not None and self._collate is None:
+                rows = -(-rows // self._workers)
+            job = Job(self.dataset, rows, self._collate, self._prefetch + 1)
+            self._group = WorkerGroup(job, self._workers, self._start_method)
+        rows = self._batch_size if self._collate is None else None
+        return ProcessSource(self._group, shares, rows, buffers, self._empty, keep=self.dataset.keeps_contents)
+
     def _form(self, items: list[Any], buffers: Buffers | None) -> Any:
         if self._collate is not None:
             return self._collate(items)
-        if buffers is not None:
-            return default_collate(items, empty=buffers.empty)
-        return default_collate(items, empty=pinned if self._pin_memory else fresh)
+        return default_collate(items, empty=self._empty if buffers is None else buffers.empty)
 
     def _end_run(self) -> None:
         run, self._run = self._run, None
@@ -138,8 +174,19 @@ class StreamLoader:
             run.close()
 
     def close(self) -> None:
-        """Stop reading ahead and let go of threads and memory. The state stays; iterating again begins anew."""
+        """Stop reading ahead and let go of threads, processes and memory. The state stays; iterating again begins anew."""
+        if self._run is not None:
+            try:
+                self._kept = self._run.contents()
+            except WorkerError:  # contents are a cache: a state without them resumes as exactly, by reading again
+                self._kept = {}
         self._end_run()
+        self._end_group()
+
+    def _end_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def __enter__(self) -> StreamLoader:
         return self
@@ -156,13 +203,14 @@ class StreamLoader:
         """
         if self._position is None:
             return self.dataset.state_dict()
-        contents = self._run.contents() if self._run is not None else {}
+        contents = self._run.contents() if self._run is not None else self._kept
         return self.dataset.encode_state(self._position.epoch, self._position.partitions(), contents)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from `state` with the next iteration; `allow` and errors as in `StreamDataset.load_state_dict`."""
         self.dataset.load_state_dict(state, allow)
         self._end_run()
+        self._end_group()  # the workers' copies of the dataset know nothing of the state
         self._position = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -200,6 +248,14 @@ def _check_dataset(dataset: object, batch_size: int | None, collate: object) -> 
         )
     if collate is not None and not callable(collate):
         raise UsageError(f"StreamLoader(collate={collate!r}): pass a function of a list of items")
+
+
+def _check_workers(workers: object, start_method: str) -> None:
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
+        raise UsageError(f"StreamLoader(workers={workers!r}): pass 0 for threads, or a number of processes")
+    if start_method not in multiprocessing.get_all_start_methods():
+        known = ", ".join(map(repr, multiprocessing.get_all_start_methods()))
+        raise UsageError(f"StreamLoader(start_method={start_method!r}): this system has {known}")
 
 
 def _check_staging(device: torch.device | None, static_buffers: bool, dtypes: Mapping[str, torch.dtype] | None) -> None:

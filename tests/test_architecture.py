@@ -21,7 +21,13 @@ LAYERS = {  # folder -> what of the package it may import besides itself, order 
     "distributed": set(),
     "observe": set(),
     "staging": set(),
-    "loading": {"streamshard.iteration", "streamshard.dataset", "streamshard.state", "streamshard.staging"},
+    "loading": {
+        "streamshard.iteration",
+        "streamshard.dataset",
+        "streamshard.state",
+        "streamshard.staging",
+        "streamshard.steps.tensors",
+    },
 }
 HOMES = {  # third-party package -> the only files that may import it
     "zstandard": {"shard/compression.py"},
@@ -44,6 +50,8 @@ HOMES = {  # third-party package -> the only files that may import it
         "staging/stager.py",
         "staging/tree.py",
         "loading/shared_memory.py",
+        "loading/run.py",
+        "loading/worker.py",
         "loading/parts.py",
     },
 }

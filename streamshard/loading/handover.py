@@ -44,7 +44,7 @@ class Handover(Generic[T]):
 
     def end(self, failure: BaseException | None = None) -> None:
         """No more will be put; the taker gets `failure` when it comes to it."""
-        self._things.put(_End(failure))
+        self._things.put(_End(None if self._closed else failure))
 
     def take(self) -> T | None:
         """The next thing; None at the end or when closed. Raises what the other side failed with."""

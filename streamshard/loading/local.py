@@ -27,7 +27,7 @@ class LocalSource:
         rotation = iteration.open()
         first = True
         while True:
-            items, _, runs = rotation.take(size or 1)
+            items, runs = rotation.take(size or 1)
             marks = {run.p: run.mark() for run in dict.fromkeys(runs)}
             if not items:
                 yield Formed(None, {run.p: run.mark() for run in iteration.runs}, last=True)

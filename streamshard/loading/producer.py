@@ -45,9 +45,12 @@ class Producer:
                     break
         except BaseException as error:  # noqa: BLE001  (the training loop's thread raises it)
             failure = error
-        finally:
+        try:
             self._source.close()
-            self.ready.end(failure)
+        except Exception as error:  # noqa: BLE001  (the taker must hear of an end, whatever happens)
+            failure = failure or error
+        self.ready.end(failure)
+        failure = None  # its traceback has this frame: keeping it here would leave all of this to the collector
 
     def close(self) -> None:
         """Stop reading ahead and end the thread."""

@@ -139,40 +139,40 @@ class Rotation(Generic[Run]):
                 else:
                     yield item
 
-    def take(self, count: int) -> tuple[list[Any], list[int], list[Run]]:
-        """(items, their turns, the runs that changed): the next `count` items, fewer only when all runs are exhausted.
-
-        The turns are those before each item, so that the slot of an item of run p is ``turn * P + p``; `owners` in the same
-        order are the leading entries of the runs.
-        """
+    def take(self, count: int) -> tuple[list[Any], list[Run]]:
+        """(items, runs that changed): the next `count` items, fewer only when all runs are exhausted."""
         items: list[Any] = []
-        turns: list[int] = []
-        owners: list[Run] = []
-        ended: list[Run] = []
+        changed: list[Run] = []
         while len(items) < count:
-            if self._place >= len(self._pass) and not self._next_pass():
-                break
-            wanted = count - len(items)
-            if len(self._live) == 1:
+            if len(self._live) == 1 and self._pass == self._live and not self._ended:
                 run = self._live[0]
-                got = list(islice(run.items, wanted))
-                turns += range(run.turn - len(got), run.turn)
-                owners += [run] * len(got)
-                if len(got) < wanted:
+                got = list(islice(run.items, count - len(items)))
+                if len(got) < count - len(items):
                     self._ended, self._place = self._live, 1
-                    ended.append(run)
+                runs = [run]
             else:
-                start = self._place
-                got = list(map(next, self._takes[start : start + wanted]))  # ends where a run ends
-                self._place += len(got)
-                turns += [self._turn] * len(got)
-                owners += self._pass[start : self._place]
-                if len(got) < wanted and self._place < len(self._pass):
-                    self._ended.append(self._pass[self._place])
-                    ended.append(self._pass[self._place])
-                    self._place += 1
+                got, _, runs = self.step(count - len(items))
+            if not runs:
+                break
             items += got
-        return items, turns, owners + ended
+            changed += runs
+        return items, changed
+
+    def step(self, count: int) -> tuple[list[Any], int, list[Run]]:
+        """(items, turn, runs): at most `count` items of one pass, so that none of the runs gives two.
+
+        The first runs gave the items, in this order and in that turn, so that the slot of an item of run p is
+        ``turn * P + p``. One more may have found its end. No runs: all are exhausted.
+        """
+        if self._place >= len(self._pass) and not self._next_pass():
+            return [], -1, []
+        start = self._place
+        got = list(map(next, self._takes[start : start + count]))  # ends where a run ends
+        self._place += len(got)
+        if len(got) < count and self._place < len(self._pass):
+            self._ended.append(self._pass[self._place])
+            self._place += 1
+        return got, self._turn, self._pass[start : self._place]
 
     def _next_pass(self) -> bool:
         if not self._ended and self._pass and len(self._pass) == len(self._live):

@@ -103,8 +103,8 @@ class Stager(Generic[W]):
                     break
         except BaseException as error:  # noqa: BLE001  (the training loop's thread raises it)
             failure = error
-        finally:
-            self.ready.end(failure)
+        self.ready.end(failure)
+        failure = None  # see Producer
 
     def _stage(self, waiting: W, slot: Slot) -> None:
         device = self._device
