@@ -1,8 +1,10 @@
-"""What a loader costs and hides. ``python -m benchmarks.loader [delivery] [bookkeeping] [waiting]``.
+"""What a loader costs and hides. ``python -m benchmarks.loader [delivery] [bookkeeping] [waiting] [first] [gil]``.
 
 delivery: process time of delivering tensors beside iterating the dataset alone, rows of 2048 uint16 tokens, batch 32.
 bookkeeping: what the positions that travel with batches cost, and `state_dict()`.
 waiting: an uneven race of a producer of 8 ms a batch and a consumer of 10 ms.
+first: the first batch from S3 with 50 ms of latency added, beside what it cannot do without.
+gil: what the loader's thread costs a training loop that is all Python, and what worker processes cost instead.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import numpy as np
 import streamshard as ss
 from benchmarks.corpora import SCRATCH
 from benchmarks.report import save
+from benchmarks.storage import upload
+from streamshard.storage.remote_store import RemoteStore
+from streamshard.testing.faults import fault_server
 
 ROWS, TOKENS, BATCH, PARTITIONS = 48_000, 2048, 32, 16
 
@@ -119,7 +124,93 @@ def waiting(batches: int = 500) -> dict:
     return result
 
 
-PARTS = {"delivery": delivery, "bookkeeping": bookkeeping, "waiting": waiting}
+LATENCY = 0.05
+SETTINGS = {"P=1, interleave=1": {"partitions": 1, "interleave": 1}, "defaults": {}}
+
+
+def first(rounds: int = 9) -> dict:
+    result = {}
+    with fault_server() as server:
+        upload(server, row_dataset(), "rows")
+        server.rules(delay=LATENCY)
+        for name, settings in SETTINGS.items():
+            runs = [first_batch(server.storage_options, settings) for _ in range(rounds)]
+            row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            row["ratio"] = statistics.median(run["seconds"] / run["bound"] for run in runs)
+            result[name] = row
+            trips = -(-row["requests"] // 8) * LATENCY
+            print(
+                f"first batch, {name}: {row['seconds'] * 1e3:.0f} ms, {row['ratio']:.2f} x (manifest "
+                f"{row['manifest'] * 1e3:.0f} + one trip {row['trip'] * 1e3:.0f} + decoding {row['decoding'] * 1e3:.0f} ms); "
+                f"{row['requests']:.0f} requests for data, {trips * 1e3:.0f} ms of round trips eight at a time"
+            )
+    return result
+
+
+def first_batch(options: dict, settings: dict) -> dict:
+    url = "s3://bench/rows"
+    began = time.perf_counter()
+    loader = ss.StreamLoader(ss.StreamDataset(url, storage_options=options, **settings), batch_size=BATCH)
+    next(iter(loader))
+    seconds = time.perf_counter() - began
+    counters = loader.storage_counters()
+    loader.close()
+    began = time.perf_counter()
+    again = ss.StreamDataset(url, storage_options=options)
+    manifest = again.manifest
+    read = time.perf_counter() - began
+    began = time.perf_counter()
+    open_store_of(again).get(manifest.key(0), 0, 1 << 20)
+    trip = time.perf_counter() - began
+    return {
+        "seconds": seconds, "manifest": read, "trip": trip, "decoding": counters.decoding_s,
+        "bound": read + trip + counters.decoding_s, "requests": counters.requests - 1,
+    }  # fmt: skip
+
+
+def open_store_of(dataset: ss.StreamDataset) -> RemoteStore:
+    return dataset._store  # type: ignore[return-value]  # noqa: SLF001  (the same client, so a warm connection)
+
+
+def python_loop(batches: object, seconds: float = 4.0) -> tuple[float, float]:
+    """(steps/s of a training loop in pure Python of some 10 ms a step, seconds of a step's own work)."""
+    stream, done, working = iter(batches), 0, 0.0  # type: ignore[call-overload]
+    next(stream)
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        at = time.perf_counter()
+        sum(i * i for i in range(100_000))
+        working += time.perf_counter() - at
+        next(stream)
+        done += 1
+    return done / (time.perf_counter() - began), working / done
+
+
+def gil(rounds: int = 3) -> dict:
+    sides = {
+        "no loader": lambda: iter(lambda: 0, 1),
+        "thread": lambda: ss.StreamLoader(dataset(repeat=True), batch_size=BATCH),
+        "1 worker": lambda: ss.StreamLoader(dataset(repeat=True), batch_size=BATCH, workers=1),
+        "2 workers": lambda: ss.StreamLoader(dataset(repeat=True), batch_size=BATCH, workers=2),
+    }
+    runs = []
+    for _ in range(rounds):
+        run = {}
+        for name, make in sides.items():
+            batches = make()
+            run[name] = python_loop(batches)
+            if isinstance(batches, ss.StreamLoader):
+                batches.close()
+        runs.append(run)
+    result = {}
+    for name in sides:
+        result[name] = statistics.median(run[name][0] / run["no loader"][0] for run in runs)
+        work = statistics.median(run[name][1] for run in runs)
+        print(f"a loop of pure Python, {name:10} {result[name]:.2f} x the steps/s, {work * 1e3:.1f} ms of work a step")
+    return result
+
+
+PARTS = {"delivery": delivery, "bookkeeping": bookkeeping, "waiting": waiting, "first": first, "gil": gil}
 
 
 def main(names: list[str] | None = None) -> dict:
