@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -259,6 +260,21 @@ class StreamDataset(IterableDataset[Any]):
     def keeps_contents(self) -> bool:
         """For loaders: whether states carry samples."""
         return self._snapshot == "contents"
+
+    def ragged_field(self) -> str | None:
+        """For loaders: a field of stored arrays whose lengths surely differ; None if none is known to. Opens the manifest.
+
+        Only the field given as ``length_field`` to the writer is known, and only without steps, which may change it.
+        """
+        if self.steps:
+            return None
+        manifest = self.manifest
+        field = manifest.length_field
+        if field is None or not manifest.schema.get(field, "").startswith("array"):
+            return None
+        total, samples = manifest.total_length, manifest.total_samples
+        same = (manifest.lengths * samples == manifest.samples.astype(np.int64) * total).all() and total % samples == 0
+        return None if same else field
 
     def resolve_partitions(self, workers: int) -> None:
         """For loaders: settle P for this process with so many workers, or refuse workers that do not divide it."""

@@ -96,6 +96,13 @@ class StreamLoader:
         self._run: Run | None = None
         self._kept: dict[str, bytes] = {}  # contents of a run that was closed
         dataset.resolve_partitions(workers)
+        ragged = dataset.ragged_field() if batch_size is not None and batch_size > 1 and collate is None else None
+        if ragged is not None:
+            raise UsageError(
+                f"StreamLoader(batch_size={batch_size}): the arrays of field {ragged!r} have different lengths and cannot be "
+                f"stacked; pass collate=functools.partial(streamshard.collate, ragged='pad') (or 'list'), or make them equal "
+                f"with a step"
+            )
 
     def __repr__(self) -> str:
         return f"StreamLoader({self.dataset!r}, batch_size={self._batch_size})"

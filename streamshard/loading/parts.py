@@ -17,6 +17,7 @@ from streamshard.errors import DataError
 from streamshard.iteration import Mark
 from streamshard.loading.shared_memory import Segment
 from streamshard.order.cursor import Cursor
+from streamshard.staging.buffers import copy
 from streamshard.steps.tensors import Empty, collate, fresh
 
 _INTEGERS = {torch.bool, torch.int64}  # what Python's bools and ints become, and can be turned back into
@@ -77,7 +78,9 @@ def decode(skeleton: Any, segment: Segment, size: int, empty: Empty) -> Any:
         if skeleton.array is not None:
             array = np.frombuffer(view.numpy().tobytes(), skeleton.array[0])
             return array.reshape(skeleton.array[1])  # read-only, as in one process
-        return empty(skeleton.shape, skeleton.dtype).copy_(view)
+        target = empty(skeleton.shape, skeleton.dtype)
+        copy(target, view)
+        return target
     if type(skeleton) is dict:
         return {key: decode(value, segment, size, empty) for key, value in skeleton.items()}
     if type(skeleton) in (list, tuple):

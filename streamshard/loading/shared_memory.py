@@ -11,7 +11,7 @@ import tempfile
 
 import torch
 
-from streamshard.staging.buffers import shaped, size_of
+from streamshard.staging.buffers import copy, shaped, size_of
 
 _ALIGN = 64  # a cache line
 _LEAST = 1 << 20
@@ -64,7 +64,7 @@ class Segment:
         offset = self._offsets.get(tensor.data_ptr()) if tensor.numel() and tensor.is_contiguous() else None
         if offset is None:
             offset = self._used
-            self.empty(shape, tensor.dtype).copy_(tensor)
+            copy(self.empty(shape, tensor.dtype), tensor)
         return offset
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> torch.Tensor:

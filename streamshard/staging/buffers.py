@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from streamshard.staging.device import Event
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the stream has come to it."""
 
 
 class Buffers:
@@ -50,6 +57,23 @@ class Buffers:
         if memory is None or memory.numel() < size:
             memory = self._memory[key] = self._allocate(size)
         return shaped(memory, shape, dtype)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between tensors of one shape in host memory.
+
+    Not with torch where bytes are all that is to move: torch divides a copy of 64 KB and more among threads that then spin for
+    a while, which costs the training loop more than it gains here.
+    """
+    if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+        if target.numel():
+            np.copyto(_bytes(target), _bytes(source))
+    else:
+        target.copy_(source)
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def size_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:

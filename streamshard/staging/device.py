@@ -13,13 +13,7 @@ from typing import Protocol
 import torch
 
 from streamshard.errors import UsageError
-
-
-class Event(Protocol):
-    """A place in a stream."""
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the stream has come to it."""
+from streamshard.staging.buffers import Event, copy
 
 
 class Device(Protocol):
@@ -73,7 +67,7 @@ class CpuDevice:
         return True
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
+        copy(target, source)
 
     def copied(self) -> Event:
         return _Over()

@@ -22,8 +22,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from streamshard.errors import DataError
-from streamshard.staging.buffers import Buffers, shaped, size_of
-from streamshard.staging.device import Device, Event
+from streamshard.staging.buffers import Buffers, Event, copy, shaped, size_of
+from streamshard.staging.device import Device
 from streamshard.staging.tree import map_tensors
 
 
@@ -126,7 +126,7 @@ class Stager(Generic[W]):
         source = tensor
         if not device.reads(tensor):
             source = slot.host.take(path, shape, tensor.dtype)
-            source.copy_(tensor)
+            copy(source, tensor)
         dtype = self._dtypes.get(path, tensor.dtype)
         if slot.static is not None:
             target = slot.static.take(path, shape, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from streamshard.errors import DataError
 
 RAGGED = ("error", "pad", "list")
+_SHAPE = attrgetter("shape")
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
 
@@ -35,19 +37,29 @@ def collate(items: Sequence[Any], *, ragged: str = "error", pad_value: float = 0
 
     Raises `DataError` naming the field.
     """
-    if not isinstance(items[0], Mapping):
-        return _column("item", list(items), _How(ragged, pad_value, empty), {})
     how = _How(ragged, pad_value, empty)
+    first = items[0]
+    if not isinstance(first, Mapping):
+        return _column("item", list(items), how, {})
+    if type(first) is not dict or set(map(type, items)) != {dict} or set(map(len, items)) != {len(first)}:
+        _check_fields(items)
     batch: dict[str, Any] = {}
-    names = items[0].keys()
-    for number, item in enumerate(items):
-        if not isinstance(item, Mapping) or item.keys() != names:
-            raise DataError(_different_fields(items[0], item, number))
-    for name in names:
-        if ragged == "pad" and f"{name}_length" in names:
+    for name in first:
+        if ragged == "pad" and f"{name}_length" in first:
             raise DataError(f"field {name}_length would be overwritten by the lengths of {name!r}; rename it in a Map")
-        batch[name] = _column(name, [item[name] for item in items], how, batch)
+        try:
+            values = list(map(itemgetter(name), items))
+        except KeyError:
+            _check_fields(items)
+            raise
+        batch[name] = _column(name, values, how, batch)
     return batch
+
+
+def _check_fields(items: Sequence[Any]) -> None:
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping) or item.keys() != items[0].keys():
+            raise DataError(_different_fields(items[0], item, number))
 
 
 def _different_fields(first: Any, other: Any, number: int) -> str:
@@ -80,15 +92,12 @@ def _column(name: str, values: list[Any], how: _How, batch: dict[str, Any]) -> A
 
 def _arrays(name: str, values: list[Any], how: _How, batch: dict[str, Any]) -> Any:
     """Arrays or tensors of one field, all of one of the two kinds."""
-    shapes = {value.shape for value in values}
-    dtype = values[0].dtype
-    for value in values:  # a loop, because numpy's dtypes take long to hash
-        if value.dtype is not dtype and value.dtype != dtype:
-            raise DataError(f"field {name!r} has dtypes {dtype} and {value.dtype} in one batch; convert them in a Map")
+    shapes = set(map(_SHAPE, values))
+    if len(shapes) == 1 and not (how.ragged == "pad" and values[0].ndim):
+        return _stacked(name, values, how.empty)
+    _check_dtypes(name, values)
     if how.ragged == "pad" and values[0].ndim:
         return _padded(name, values, how.pad_value, batch)
-    if len(shapes) == 1:
-        return _stacked(values, how.empty)
     if how.ragged == "list":
         return [value if isinstance(value, torch.Tensor) else torch.from_numpy(value.copy()) for value in values]
     raise DataError(
@@ -98,16 +107,28 @@ def _arrays(name: str, values: list[Any], how: _How, batch: dict[str, Any]) -> A
     )
 
 
-def _stacked(values: list[Any], empty: Empty) -> torch.Tensor:
+def _check_dtypes(name: str, values: list[Any]) -> None:
+    for value in values:
+        if value.dtype != values[0].dtype:
+            raise DataError(
+                f"field {name!r} has dtypes {values[0].dtype} and {value.dtype} in one batch; convert them in a Map"
+            )
+
+
+def _stacked(name: str, values: list[Any], empty: Empty) -> torch.Tensor:
     """Values of one shape, with one copy. Concatenating is what stacking does, without a view made of every value."""
     shape = (len(values), *values[0].shape)
     if isinstance(values[0], torch.Tensor):
+        _check_dtypes(name, values)
         return torch.stack(values, out=empty(shape, values[0].dtype))
     stacked = empty(shape, torch_dtype(values[0].dtype))
     if len(shape) == 1:
-        stacked.numpy()[:] = values
-    else:
-        np.concatenate(values, out=stacked.numpy().reshape(-1, *shape[2:]))
+        values = [value.reshape(1) for value in values]
+    try:
+        np.concatenate(values, out=stacked.numpy().reshape(-1, *shape[2:]), casting="no")
+    except TypeError:
+        _check_dtypes(name, values)
+        raise
     return stacked
 
 

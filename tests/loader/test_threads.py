@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
@@ -289,6 +290,24 @@ def test_a_collate_of_the_user_s_gets_the_list_of_items(dataset_47):
 def test_arguments_that_cannot_work_are_refused_at_construction(dataset_47, options, message):
     with pytest.raises(ss.UsageError, match=message):
         ss.StreamLoader(ss.StreamDataset(dataset_47), **options)
+
+
+@pytest.mark.parametrize("shape", ["equal", "different", "different over shards only"])
+def test_ragged_arrays_without_a_collate_are_refused_at_construction(tmp_path, shape):
+    lengths = {"equal": [4, 4, 4, 4], "different": [4, 5, 3, 4], "different over shards only": [4, 4, 6, 6]}[shape]
+    with ss.DatasetWriter(str(tmp_path), length_field="tokens") as writer:
+        for number, length in enumerate(lengths):
+            writer.write({"tokens": np.zeros(length, np.int32)})
+            if number == 1:
+                writer._finish_shard()
+    dataset = ss.StreamDataset(str(tmp_path), partitions=1)
+    pad = functools.partial(ss.collate, ragged="pad")
+    assert len(list(ss.StreamLoader(dataset, batch_size=2, collate=pad))) == 2
+    if shape == "equal":
+        assert len(list(ss.StreamLoader(dataset, batch_size=2))) == 2
+    else:
+        with pytest.raises(ss.UsageError, match=r"field 'tokens' have different lengths.*collate=functools.partial"):
+            ss.StreamLoader(dataset, batch_size=2)
 
 
 def test_batching_batches_is_refused_with_the_cure(dataset_47):
