@@ -7,6 +7,7 @@ docs/state.md.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import weakref
@@ -247,9 +248,23 @@ class StreamDataset(IterableDataset[Any]):
 
         Changes nothing; say `lend` when the iteration stands.
         """
+        assert (
+            self.manifest
+        )  # read now: workers, and the state, must be about the same version, whatever is committed meanwhile
         whole = self._current_reader()
         readers = [replace(whole, worker=w, workers=max(1, workers)) for w in range(max(1, workers))]
         return self._shares(self._pending, whole, readers)
+
+    def for_workers(self) -> StreamDataset:
+        """For loaders: a copy to send to worker processes, which get what they read as shares."""
+        sent = copy.copy(self)
+        sent._pending = sent._iteration = sent._counted = None  # noqa: SLF001  (our own)
+        return sent
+
+    @property
+    def has_pending_state(self) -> bool:
+        """For loaders: whether a state was loaded that no iteration has begun from."""
+        return self._pending is not None
 
     def lend(self, share: Share) -> None:
         """For loaders: an iteration over `shares` has begun, and its state is the loader's from now on."""
@@ -355,6 +370,7 @@ class StreamDataset(IterableDataset[Any]):
         return Share(
             reader,
             self._partitions,
+            tuple(self._history),
             snapshot.epoch,
             {p: states[p] for p in live},
             {p: states[p] for p in carried},
@@ -363,12 +379,11 @@ class StreamDataset(IterableDataset[Any]):
 
     def open_share(self, share: Share, *, lent: bool = False) -> Iteration:
         """For loaders, with `lent`: the iteration over a share of `shares`, in this process or in a worker's."""
-        assert self._partitions is not None  # resolved when the share was made
-        spec = replace(self._order, partitions=self._partitions)
+        spec = replace(self._order, partitions=share.parts)
         iteration = Iteration(
-            Book(spec, self._timeline()),
+            Book(spec, self._timeline(share.history)),
             self.steps,
-            self._context(),
+            self._context(share.parts),
             share.live,
             share.carried,
             budget=self._budget,
@@ -381,14 +396,12 @@ class StreamDataset(IterableDataset[Any]):
         self._counted, self._iteration_pid = weakref.ref(iteration), os.getpid()
         return iteration
 
-    def _context(self) -> StepContext:
-        assert self._partitions is not None  # resolved when a share was made
-        refs = wants_refs(self.steps)
-        return StepContext(self._order.seed, self._partitions, refs=refs, provenance=self._provenance)
+    def _context(self, parts: int) -> StepContext:
+        return StepContext(self._order.seed, parts, refs=wants_refs(self.steps), provenance=self._provenance)
 
     def dropped(self, partitions: Mapping[int, PartitionState]) -> dict[str, int]:
         """For loaders: what the steps had dropped when `partitions` stood so."""
-        return dropped(self.steps, self._context(), partitions.values())
+        return dropped(self.steps, self._context(self._partitions or 1), partitions.values())
 
     def _report_counters(self, iteration: Iteration) -> None:
         try:
@@ -409,9 +422,9 @@ class StreamDataset(IterableDataset[Any]):
             return live, [p for p in sorted(done) if (p // reader.ranks) % reader.workers == reader.worker]
         return sorted(set(turns) - set(done)), sorted(done)
 
-    def _timeline(self) -> list[tuple[int, ShardAccess]]:
+    def _timeline(self, history: Sequence[tuple[int, str]]) -> list[tuple[int, ShardAccess]]:
         current = self.manifest
-        entries = self._history or [(0, current.version)]
+        entries = history or [(0, current.version)]
         manifests = [
             (first, current if v == current.version else load_manifest(self._store, v)) for first, v in entries
         ]

@@ -31,6 +31,7 @@ class Share:
 
     reader: Reader
     parts: int  # P
+    history: tuple[tuple[int, str], ...]  # (first epoch, dataset version) if there was more than one version
     epoch: int
     live: dict[int, PartitionState]
     carried: dict[int, PartitionState]
@@ -199,12 +200,13 @@ class Iteration:
                 continue
             stage = open_stages(steps, state.cursor, context, lambda _, source=source: source)  # type: ignore[misc]
             self.runs.append(PartitionRun(p, state, source, stage, forgets=forgets))
+        self._rotation = Rotation(self.runs)
 
     def open(self) -> Rotation[PartitionRun | PlainRun]:
         """The items in slot order, the first blocks of all partitions requested together."""
         for run in self.runs:
             run.source.open()
-        return Rotation(self.runs)
+        return self._rotation
 
     def begin_speculation(self) -> None:
         """Call it after the first item has been handed out; see `ReadAhead`."""
@@ -212,6 +214,7 @@ class Iteration:
 
     def interrupt(self) -> None:
         """From another thread: the one that reads stops waiting for the store or for threads, with an error."""
+        self._rotation.stopped = True
         self._ahead.close()
         self._pools.close()
 

@@ -20,11 +20,12 @@ from streamshard.loading.formed import Source
 from streamshard.loading.local import LocalSource, NextBuffers
 from streamshard.loading.position import Position
 from streamshard.loading.processes import ProcessSource, WorkerGroup
-from streamshard.loading.run import BufferPool, Run, no_buffers, pinned
+from streamshard.loading.run import BufferPool, Run, Staging, no_buffers, pinned
 from streamshard.loading.worker import Job
 from streamshard.observe.events import LoaderCounters, StorageCounters
 from streamshard.staging.buffers import Buffers
 from streamshard.staging.device import check_device, open_device
+from streamshard.staging.stager import Slot
 from streamshard.state import State
 from streamshard.steps.tensors import Empty, fresh
 from streamshard.steps.tensors import collate as default_collate
@@ -54,6 +55,8 @@ class StreamLoader:
         when the `slots`-th one after it is asked for; otherwise every batch has memory of its own.
     dtypes: field -> torch dtype to convert to on the device, after the (smaller) copy; ``"images.pixels"`` for a nested one.
     accumulation: batches of one optimizer step. The state is then always that of the last complete step.
+
+    The constructor opens the manifest only where a wish can be refused by it: a `batch_size` without steps and `collate`.
 
     One iteration at a time: a new one ends the one before. Not thread-safe. Raises `UsageError` at construction for arguments
     that cannot work together.
@@ -91,10 +94,12 @@ class StreamLoader:
         self._pin_memory = pin_memory
         self._static_buffers = static_buffers
         self._dtypes = dict(dtypes or {})
+        self._places: list[Slot] = []
         self._accumulation = accumulation
         self._position: Position | None = None  # none until the first batch is asked for
         self._run: Run | None = None
-        self._kept: dict[str, bytes] = {}  # contents of a run that was closed
+        self._last: Run | None = None  # one that was closed, which still knows its contents
+        self._kept: dict[str, bytes] = {}  # contents of a closed run with workers
         dataset.resolve_partitions(workers)
         ragged = dataset.ragged_field() if batch_size is not None and batch_size > 1 and collate is None else None
         if ragged is not None:
@@ -131,22 +136,27 @@ class StreamLoader:
     def _begin(self) -> Run:
         """A new run. Nothing is changed before it stands, so that a start that fails can be tried again."""
         self._end_run()
-        last = self._position
+        last = None if self.dataset.has_pending_state else self._position
         if last is not None and not last.exhausted and last.batches:
             _logger.warning(left_in_the_middle(self.dataset.epoch))
         shares = self.dataset.shares(self._workers)
-        device = None
-        if self._device is not None:
-            device = open_device(self._device, pin_memory=self._pin_memory is not False)
-        pool = BufferPool(device, self._prefetch + 2) if device is not None and self._collates else None
+        staging = self._staging()
+        pool = staging.pool if staging is not None else None
         source = self._source(shares, pool.next if pool is not None else no_buffers)
         self.dataset.lend(shares[0])
         self._position = Position(shares, self._accumulation)
-        pins = device is None and bool(self._pin_memory)
-        self._run = Run(source, self._position, self._prefetch, pin=pins)
-        if device is not None:
-            self._run.stage(device, pool, slots=self._slots, static=self._static_buffers, dtypes=self._dtypes)
+        pins = staging is None and bool(self._pin_memory)
+        self._run = Run(source, self._position, self._prefetch, staging, pin=pins)
         return self._run
+
+    def _staging(self) -> Staging | None:
+        if self._device is None:
+            return None
+        device = open_device(self._device, pin_memory=self._pin_memory is not False)
+        if not self._places:  # kept over iterations: a CUDA graph holds on to the addresses
+            self._places = [Slot(device, static=self._static_buffers) for _ in range(self._slots)]
+        pool = BufferPool(device, self._prefetch + 2) if self._collates else None
+        return Staging(device, self._places, self._dtypes, pool)
 
     @property
     def _collates(self) -> bool:
@@ -162,13 +172,9 @@ class StreamLoader:
             return LocalSource(self.dataset.open_share(shares[0], lent=True), self._batch_size, self._form, buffers)
         if self._group is None or not self._group.alive:
             self._end_group()
-            rows = self._batch_size
-            if rows is not None and self._collate is None:
-                rows = -(-rows // self._workers)
-            job = Job(self.dataset, rows, self._collate, self._prefetch + 1)
-            self._group = WorkerGroup(job, self._workers, self._start_method)
-        rows = self._batch_size if self._collate is None else None
-        return ProcessSource(self._group, shares, rows, buffers, self._empty, keep=self.dataset.keeps_contents)
+            job = Job(self.dataset.for_workers(), self._batch_size, self._collate, self._workers, self._prefetch)
+            self._group = WorkerGroup(job, self._start_method)
+        return ProcessSource(self._group, shares, buffers, self._empty, keep=self.dataset.keeps_contents)
 
     def _form(self, items: list[Any], buffers: Buffers | None) -> Any:
         if self._collate is not None:
@@ -183,12 +189,16 @@ class StreamLoader:
     def close(self) -> None:
         """Stop reading ahead and let go of threads, processes and memory. The state stays; iterating again begins anew."""
         if self._run is not None:
+            self._last = self._run
+        if self._workers and self._run is not None:
             try:
                 self._kept = self._run.contents()
             except WorkerError:  # contents are a cache: a state without them resumes as exactly, by reading again
                 self._kept = {}
+            self._last = None
         self._end_run()
         self._end_group()
+        self._places = []
 
     def _end_group(self) -> None:
         group, self._group = self._group, None
@@ -208,17 +218,18 @@ class StreamLoader:
 
         With ``accumulation`` and off a boundary it is the boundary's, which is logged once.
         """
-        if self._position is None:
+        if self._position is None or self.dataset.has_pending_state:
             return self.dataset.state_dict()
-        contents = self._run.contents() if self._run is not None else self._kept
+        run = self._run or self._last
+        contents = run.contents() if run is not None else self._kept
         return self.dataset.encode_state(self._position.epoch, self._position.partitions(), contents)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from `state` with the next iteration; `allow` and errors as in `StreamDataset.load_state_dict`."""
         self.dataset.load_state_dict(state, allow)
         self._end_run()
-        self._end_group()  # the workers' copies of the dataset know nothing of the state
-        self._position = None
+        self._position, self._last, self._kept = None, None, {}
+        self.dataset.resolve_partitions(self._workers)
 
     def set_epoch(self, epoch: int) -> None:
         """As `StreamDataset.set_epoch`."""
@@ -233,7 +244,7 @@ class StreamLoader:
         return LoaderCounters(position.batches, waits, seconds, self.dataset.dropped(position.partitions()))
 
     def storage_counters(self) -> StorageCounters:
-        """As `StreamDataset.storage_counters`."""
+        """As `StreamDataset.storage_counters`: of this process. Workers have their own store, and count with `on_event`."""
         return self.dataset.storage_counters()
 
 

@@ -38,5 +38,5 @@ class Source(Protocol):
     def acknowledge(self, marks: Mapping[int, Mark]) -> None:
         """These places will be the earliest ever asked for."""
 
-    def contents(self, marks: Mapping[int, Mark]) -> dict[str, bytes]:
-        """The samples of a contents snapshot at `marks`, which were acknowledged last; {} unless they are kept."""
+    def contents(self) -> dict[str, bytes]:
+        """The samples of a contents snapshot at what was acknowledged last; {} unless they are kept."""

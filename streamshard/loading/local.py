@@ -52,5 +52,5 @@ class LocalSource:
     def acknowledge(self, marks: Mapping[int, Mark]) -> None:
         self._iteration.acknowledge(marks)
 
-    def contents(self, marks: Mapping[int, Mark]) -> dict[str, bytes]:  # noqa: ARG002  (they were acknowledged)
+    def contents(self) -> dict[str, bytes]:
         return self._iteration.contents()

@@ -7,7 +7,7 @@ workers become one batch by their slots, and that copy out of shared memory is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,18 +18,19 @@ from streamshard.iteration import Mark
 from streamshard.loading.shared_memory import Segment
 from streamshard.order.cursor import Cursor
 from streamshard.staging.buffers import copy
+from streamshard.staging.tree import Path, map_leaves
 from streamshard.steps.tensors import Empty, collate, fresh
 
-_INTEGERS = {torch.bool, torch.int64}  # what Python's bools and ints become, and can be turned back into
 
-
-class Leaf(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Leaf:
     """Stands in the skeleton for a tensor, or with `array` for a numpy array (as bytes), in the segment."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
     array: tuple[str, tuple[int, ...]] | None = None
+    of_arrays: bool = False  # rows of a tensor that were numpy arrays
 
 
 @dataclass(slots=True)
@@ -51,43 +52,61 @@ class Part:
 
 def encode(batch: Any, segment: Segment) -> Any:
     """The skeleton of `batch`, whose tensors are in `segment` afterwards."""
-    if isinstance(batch, torch.Tensor):
-        if batch.device.type != "cpu" or batch.layout != torch.strided:
+    return map_leaves(batch, lambda _, leaf: _encode_leaf(leaf, segment))
+
+
+def _encode_leaf(leaf: Any, segment: Segment) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.device.type != "cpu" or leaf.layout != torch.strided:
             raise DataError(
-                f"a {batch.layout} tensor on {batch.device} cannot leave a worker process; make dense CPU tensors there, or "
-                f"use workers=0"
+                f"a {leaf.layout} tensor on {leaf.device} cannot leave a worker process; make dense CPU tensors there, or use "
+                f"workers=0"
             )
-        batch = batch.detach()
-        return Leaf(batch.dtype, tuple(batch.shape), segment.place(batch))
-    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biufcmMSU":
-        flat = torch.from_numpy(np.frombuffer(np.ascontiguousarray(batch).tobytes(), np.uint8).copy())
-        return Leaf(torch.uint8, (flat.numel(),), segment.place(flat), (batch.dtype.str, batch.shape))
-    if type(batch) is dict:
-        return {key: encode(value, segment) for key, value in batch.items()}
-    if type(batch) in (list, tuple):
-        return type(batch)(encode(value, segment) for value in batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(encode(value, segment) for value in batch))
-    return batch
+        return Leaf(leaf.dtype, tuple(leaf.shape), segment.place(leaf.detach()))
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcmMSU":
+        flat = torch.from_numpy(np.frombuffer(leaf.tobytes(), np.uint8).copy())
+        return Leaf(torch.uint8, (flat.numel(),), segment.place(flat), (leaf.dtype.str, leaf.shape))
+    return leaf
 
 
 def decode(skeleton: Any, segment: Segment, size: int, empty: Empty) -> Any:
-    """The batch again, copied out of the segment into what `empty` gives."""
-    if isinstance(skeleton, Leaf):
-        view = segment.view(skeleton.offset, skeleton.shape, skeleton.dtype, size)
-        if skeleton.array is not None:
-            array = np.frombuffer(view.numpy().tobytes(), skeleton.array[0])
-            return array.reshape(skeleton.array[1])  # read-only, as in one process
-        target = empty(skeleton.shape, skeleton.dtype)
+    """The batch again, copied out of the segment (when that had `size` bytes) into what `empty` gives.
+
+    Numpy arrays are read-only, as they are when they come from the store.
+    """
+
+    def leaf(_: Path, found: Any) -> Any:
+        if not isinstance(found, Leaf):
+            return found
+        view = segment.view(found.offset, found.shape, found.dtype, size)
+        if found.array is not None:
+            return np.frombuffer(view.numpy().tobytes(), found.array[0]).reshape(found.array[1])
+        target = empty(found.shape, found.dtype)
         copy(target, view)
         return target
-    if type(skeleton) is dict:
-        return {key: decode(value, segment, size, empty) for key, value in skeleton.items()}
-    if type(skeleton) in (list, tuple):
-        return type(skeleton)(decode(value, segment, size, empty) for value in skeleton)
-    if isinstance(skeleton, tuple) and hasattr(skeleton, "_fields"):
-        return type(skeleton)(*(decode(value, segment, size, empty) for value in skeleton))
-    return skeleton
+
+    return map_leaves(skeleton, leaf)
+
+
+def encode_rows(items: list[Any], segment: Segment) -> Any:
+    """The skeleton of some rows of a batch: fields that are arrays of one shape and dtype stacked, everything else row by row.
+
+    It decides nothing: whether rows fit together is seen, and said, where the batch is whole.
+    """
+    if set(map(type, items)) == {dict} and all(item.keys() == items[0].keys() for item in items):
+        return {name: encode_rows([item[name] for item in items], segment) for name in items[0]}
+    first = items[0]
+    if isinstance(first, np.ndarray) and first.dtype.kind in "biufc" and first.dtype.isnative and _alike(items):
+        stacked = collate(items, empty=segment.empty)
+        return replace(encode(stacked, segment), of_arrays=True)
+    if type(first) is torch.Tensor and _alike(items) and not any(item.requires_grad for item in items):
+        return encode(collate(items, empty=segment.empty), segment)
+    return [encode(item, segment) for item in items]
+
+
+def _alike(items: list[Any]) -> bool:
+    first = items[0]
+    return all(type(i) is type(first) and i.shape == first.shape and i.dtype == first.dtype for i in items)
 
 
 class Piece(NamedTuple):
@@ -101,53 +120,42 @@ class Piece(NamedTuple):
 
 
 def assemble(pieces: Sequence[Piece], rows: int, empty: Empty) -> Any:
-    """One batch of `rows` rows out of pieces of collated parts, as collating all the rows at once would have made it."""
+    """One batch of `rows` rows out of pieces of parts, as `collate` would have made it of all the rows."""
     return _column("item", [piece.part.skeleton for piece in pieces], pieces, rows, empty)
 
 
 def _column(name: str, found: list[Any], pieces: Sequence[Piece], rows: int, empty: Empty) -> Any:
-    kinds = {type(value) for value in found}
-    if kinds == {Leaf}:
-        return _tensor(name, found, pieces, rows, empty)
-    if kinds == {dict}:
-        for value in found:
-            if value.keys() != found[0].keys():
-                raise DataError(
-                    f"items of one batch have the fields {sorted(found[0])} and {sorted(value)}; add a Map that fills or "
-                    f"removes fields, or pass collate="
-                )
-        return {key: _column(str(key), [value[key] for value in found], pieces, rows, empty) for key in found[0]}
+    kinds = set(map(type, found))
+    if kinds == {Leaf} and len({(leaf.dtype, leaf.shape[1:], leaf.of_arrays) for leaf in found}) == 1:
+        return _tensor(found, pieces, rows, empty)
+    if kinds == {dict} and all(column.keys() == found[0].keys() for column in found):
+        return {key: _column(str(key), [column[key] for column in found], pieces, rows, empty) for key in found[0]}
     whole: list[Any] = [None] * rows
-    for value, piece in zip(found, pieces, strict=True):
-        values = _as_list(name, value, piece)
+    for column, piece in zip(found, pieces, strict=True):
         for target, row in zip(piece.targets.tolist(), range(piece.first, piece.last), strict=True):
-            whole[target] = decode(values[row], piece.segment, piece.part.size, fresh)
-    return collate(whole, empty=empty)  # types that are mixed in a part need not be in this batch
+            whole[target] = _row(column, row, piece)
+    if name == "item":
+        return collate(whole, empty=empty)
+    return collate([{name: value} for value in whole], empty=empty)[name]  # so that it is named in an error
 
 
-def _as_list(name: str, value: Any, piece: Piece) -> Any:
-    """A field that is a list elsewhere in the batch, because types are mixed in it, is one here."""
-    if isinstance(value, list):
-        return value
-    if isinstance(value, Leaf) and value.dtype in _INTEGERS and len(value.shape) == 1:
-        return piece.segment.view(value.offset, value.shape, value.dtype, piece.part.size).tolist()
-    raise DataError(f"field {name!r} has several types in one batch; make them one in a Map, or pass collate=")
+def _row(column: Any, row: int, piece: Piece) -> Any:
+    """One row as it was before it was encoded."""
+    if isinstance(column, Leaf):
+        rows = piece.segment.view(column.offset, column.shape, column.dtype, piece.part.size)
+        return rows[row].numpy().copy() if column.of_arrays else rows[row].clone()
+    if isinstance(column, dict):
+        return {key: _row(value, row, piece) for key, value in column.items()}
+    return decode(column[row], piece.segment, piece.part.size, fresh)
 
 
-def _tensor(name: str, leaves: list[Leaf], pieces: Sequence[Piece], rows: int, empty: Empty) -> torch.Tensor:
-    shape, dtype = leaves[0].shape[1:], leaves[0].dtype
-    for leaf in leaves:
-        if leaf.shape[1:] != shape or leaf.dtype != dtype:
-            raise DataError(
-                f"field {name!r} has shapes {shape} and {leaf.shape[1:]} of {dtype} and {leaf.dtype} in one batch; make them "
-                f"equal in a Map, or pass collate=functools.partial(streamshard.collate, ragged='pad')"
-            )
-    batch = empty((rows, *shape), dtype)
+def _tensor(leaves: list[Leaf], pieces: Sequence[Piece], rows: int, empty: Empty) -> torch.Tensor:
+    batch = empty((rows, *leaves[0].shape[1:]), leaves[0].dtype)
     if not batch.numel():
         return batch
     target = _bytes(batch)
     for leaf, piece in zip(leaves, pieces, strict=True):
-        source = _bytes(piece.segment.view(leaf.offset, leaf.shape, dtype, piece.part.size))
+        source = _bytes(piece.segment.view(leaf.offset, leaf.shape, leaf.dtype, piece.part.size))
         target[_places(piece.targets)] = source[piece.first : piece.last]
     return batch
 

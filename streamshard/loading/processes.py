@@ -12,8 +12,8 @@ import signal
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler, send_handle
 from typing import Any
@@ -42,8 +42,8 @@ class WorkerTraceback(Exception):  # noqa: N818  (it is shown as the cause of an
 class Worker:
     """One worker process, seen from here."""
 
-    def __init__(self, number: int, of: int, job: Job, method: str, others: Sequence[Worker]) -> None:
-        self.name = f"worker {number} of {of}"
+    def __init__(self, number: int, job: Job, method: str, others: Sequence[Worker]) -> None:
+        self.name = f"worker {number} of {job.workers}"
         self.inbox: deque[Part | End | Failure] = deque()
         context: Any = multiprocessing.get_context(method)
         if method == "forkserver":  # import torch once, in the server, and not in every worker
@@ -75,7 +75,11 @@ class Worker:
 
     def _share_segment(self) -> Segment:
         descriptor = anonymous_file()
-        send_handle(self.data, descriptor, self.process.pid)
+        try:
+            send_handle(self.data, descriptor, self.process.pid)
+        except OSError as error:
+            os.close(descriptor)
+            raise self.gone() from error
         return Segment(descriptor)
 
     def gone(self) -> WorkerError:
@@ -97,19 +101,24 @@ class Worker:
         """Send, unless the process is gone, which whoever waits for it will see."""
         try:
             connection.send((verb, number, value))
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError:
             return
 
 
 class WorkerGroup:
     """The workers of a loader. They live until `close`, over many iterations."""
 
-    def __init__(self, job: Job, workers: int, method: str) -> None:
+    def __init__(self, job: Job, method: str) -> None:
+        if multiprocessing.current_process().daemon:
+            raise UsageError("a daemonic process cannot start worker processes; use workers=0 there")
+        directory = util.get_temp_dir() if method == "forkserver" else None
+        job = replace(job, main_pid=os.getpid(), directory=directory)
+        self.in_rows, self.batch_size = job.in_rows, job.batch_size
         self.workers: list[Worker] = []
         self.passes = 0
-        self._end = weakref.finalize(self, _end, self.workers)
-        for number in range(workers):
-            self.workers.append(Worker(number, workers, job, method, self.workers))
+        self._end = weakref.finalize(self, _end, self.workers, os.getpid())
+        for number in range(job.workers):
+            self.workers.append(Worker(number, job, method, self.workers))
 
     def begin(self, shares: Sequence[Share]) -> int:
         """Start an iteration; returns its number."""
@@ -129,9 +138,12 @@ class WorkerGroup:
         self._end()
 
 
-def _end(workers: list[Worker]) -> None:
+def _end(workers: list[Worker], pid: int) -> None:
+    if pid != os.getpid():  # a forked child has no children
+        return
     for worker in workers:
-        worker.data.close()  # a worker ends when nobody is at the other side
+        worker.tell(worker.control, "exit", 0, None)
+        worker.data.close()
         worker.control.close()
     for worker in workers:
         worker.process.join(_EXIT_S)
@@ -154,20 +166,18 @@ class _Gathered:
 
 
 class ProcessSource:
-    """One iteration of a group. `rows` is the size of a batch made of workers' rows; None hands out items as they come."""
+    """One iteration of a group: batches made of workers' rows, or items as they come."""
 
     def __init__(
         self,
         group: WorkerGroup,
         shares: Sequence[Share],
-        rows: int | None,
         buffers: Callable[[], Buffers | None],
         empty: Empty,
         *,
         keep: bool,
     ) -> None:
         self._group = group
-        self._rows = rows
         self._buffers = buffers
         self._empty = empty
         self._keep = keep
@@ -175,15 +185,20 @@ class ProcessSource:
         self._holder = {p: worker for worker, share in zip(group.workers, shares, strict=True) for p in share.live}
         self._heads: dict[Worker, tuple[Part, np.ndarray, int]] = {}  # part, slots, rows taken
         self._running = list(group.workers)
-        self._ended: dict[int, Mark] = {}
+        self._ended: dict[int, Mark] = {}  # found at workers' ends, for the next batch
+        self._questions = 0
         self._interrupted, self._interrupt = os.pipe()
+        weakref.finalize(self, _close_pipe, self._interrupted, self._interrupt)
         self._pass = group.begin(shares)
 
     # ------------------------------------------------------------------------------------------ the reading thread
 
     def batches(self) -> Iterator[Formed]:
         while self._fill_heads():
-            yield self._next_item() if self._rows is None else self._next_rows(self._rows)
+            formed = self._next_rows(self._group.batch_size or 1) if self._group.in_rows else self._next_item()
+            formed.marks.update(self._ended)
+            self._ended = {}
+            yield formed
         yield Formed(None, self._ended, last=True)
 
     def _fill_heads(self) -> bool:
@@ -261,7 +276,7 @@ class ProcessSource:
             batch.pieces.append(Piece(part, worker.segments[part.segment], taken, last, targets + batch.rows))
             for slot, cursor in zip(part_slots[taken:last].tolist(), part.cursors[taken:last], strict=True):
                 batch.marks[slot % self._parts] = (slot // self._parts + 1, False, cursor)
-            batch.marks.update({p: mark for row, p, mark in part.marks if taken < row <= last})
+            batch.marks.update({p: mark for row, p, mark in part.marks if taken < row <= last or row == taken == 0})
             if last == len(part_slots):
                 del self._heads[worker]
                 batch.used.append((worker, part))
@@ -278,14 +293,11 @@ class ProcessSource:
     def close(self) -> None:
         for worker in self._group.workers:
             worker.tell(worker.data, "halt", self._pass, None)
-        os.close(self._interrupted)
 
     # --------------------------------------------------------------------------------------------- any other thread
 
     def interrupt(self) -> None:
-        if self._interrupt >= 0:
-            os.close(self._interrupt)
-            self._interrupt = -1
+        os.write(self._interrupt, b"!")
 
     def acknowledge(self, marks: Mapping[int, Mark]) -> None:
         if not self._keep:
@@ -295,19 +307,36 @@ class ProcessSource:
             if mine:
                 worker.tell(worker.control, "acknowledge", self._pass, mine)
 
-    def contents(self, marks: Mapping[int, Mark]) -> dict[str, bytes]:  # noqa: ARG002  (they were acknowledged)
+    def contents(self) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
-        for worker in self._group.workers if self._keep else ():
-            worker.tell(worker.control, "contents", self._pass, None)
-        for worker in self._group.workers if self._keep else ():
+        if not self._keep:
+            return found
+        self._questions += 1
+        for worker in self._group.workers:
+            worker.tell(worker.control, "contents", self._pass, self._questions)
+        for worker in self._group.workers:
+            answer = self._answer(worker)
+            if isinstance(answer, Failure):
+                raise _error(worker, answer)
+            found.update(answer)
+        return found
+
+    def _answer(self, worker: Worker) -> Any:
+        while True:
             wait([worker.control, worker.process.sentinel])
             try:
                 if not worker.control.poll():
                     raise worker.gone()
-                found.update(worker.control.recv())
+                question, answer = worker.control.recv()
             except (EOFError, ConnectionResetError) as error:
                 raise worker.gone() from error
-        return found
+            if question == self._questions:  # else one that was given up, by Ctrl-C
+                return answer
+
+
+def _close_pipe(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _error(worker: Worker, failure: Failure) -> BaseException:
@@ -317,7 +346,10 @@ def _error(worker: Worker, failure: Failure) -> BaseException:
             f"{worker.name} failed with {failure.name}, which cannot be sent: {failure.text}"
         )
     else:
-        error = ForkingPickler.loads(failure.packed)
+        try:
+            error = ForkingPickler.loads(failure.packed)
+        except Exception:  # noqa: BLE001  (a class that this process cannot import, say)
+            return WorkerError(f"{worker.name} failed with {failure.name}: {failure.text}")
         error.add_note(f"in {worker.name} (pid {worker.process.pid})")
     error.__cause__ = cause
     return error

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import threading
-import weakref
 from collections.abc import Callable
 
 from streamshard.loading.formed import Formed, Source
 from streamshard.loading.handover import Handover
 
 _logger = logging.getLogger("streamshard")
-
-_running: weakref.WeakSet[Producer] = weakref.WeakSet()
 
 JOIN_S = 5.0  # a function of the user's that does not return cannot be interrupted
 
@@ -29,11 +24,9 @@ class Producer:
         self.ready: Handover[Formed] = Handover(depth)
         self._source = source
         self._finish = finish
-        self._pid = os.getpid()
         # A daemon, because it may be in a user's function at exit; `close` ends it before the interpreter goes.
         self._thread = threading.Thread(target=self._run, name="streamshard-loader", daemon=True)
         self._thread.start()
-        _running.add(self)
 
     def _run(self) -> None:
         failure: BaseException | None = None
@@ -54,8 +47,6 @@ class Producer:
 
     def close(self) -> None:
         """Stop reading ahead and end the thread."""
-        if self._pid != os.getpid():  # a forked child has no such thread
-            return
         self.ready.close()
         self._source.interrupt()
         if self._thread is threading.current_thread():  # the collector may close an iterator on any thread
@@ -65,10 +56,3 @@ class Producer:
             _logger.warning(
                 "the loader's thread is still in a step's function after %.0f s; it ends when that returns", JOIN_S
             )
-
-
-@atexit.register
-def _close_all() -> None:
-    """Threads end before the interpreter does: one that is killed inside native code would take the process down."""
-    for producer in list(_running):
-        producer.close()

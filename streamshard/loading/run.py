@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import atexit
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
 
+from streamshard.iteration import Mark
 from streamshard.loading.formed import Formed, Source
 from streamshard.loading.handover import Handover
 from streamshard.loading.position import Position
 from streamshard.loading.producer import JOIN_S, Producer
 from streamshard.staging.buffers import Buffers
 from streamshard.staging.device import Device
-from streamshard.staging.stager import Stager
+from streamshard.staging.stager import Slot, Stager
 from streamshard.staging.tree import map_tensors
 
-
-def no_buffers() -> None:
-    """Each batch in memory of its own."""
+_running: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 class BufferPool:
@@ -42,38 +45,59 @@ class BufferPool:
         self._free.put(None)
 
 
-class Run:
-    """A source being read ahead. `take` and `close` are for the thread of the training loop."""
+def no_buffers() -> None:
+    """Each batch in memory of its own."""
 
-    def __init__(self, source: Source, position: Position, prefetch: int, *, pin: bool = False) -> None:
+
+@dataclass(frozen=True)
+class Staging:
+    """Where batches are moved to. `pool` has the buffers that they are collated into, if they are collated here."""
+
+    device: Device
+    slots: Sequence[Slot]
+    dtypes: Mapping[str, torch.dtype]
+    pool: BufferPool | None
+
+
+class Run:
+    """A source being read ahead. `take` and `close` are for the thread of the training loop.
+
+    pin: hand out pinned host memory.
+    """
+
+    def __init__(
+        self, source: Source, position: Position, prefetch: int, staging: Staging | None = None, *, pin: bool = False
+    ) -> None:
         self.position = position
         self._source = source
         self._producer = Producer(source, prefetch, _pin if pin else None)
         self._ready: Handover[Formed] = self._producer.ready
+        self._take = self._ready.take
         self._stager: Stager[Formed] | None = None
         self._pool: BufferPool | None = None
         self._closed = False
-        self.take = self._producer.ready.take
+        self._pid = os.getpid()
+        if staging is not None:
+            self._pool = staging.pool
+            self._ready = Handover(len(staging.slots) + 1)
+            give_back = _forget if staging.pool is None else staging.pool.give_back
+            self._stager = Stager(
+                self._take, staging.device, self._ready, give_back, slots=staging.slots, dtypes=staging.dtypes
+            )
+            self._take = self._stager.take
+        _running.add(self)
 
-    def stage(
-        self, device: Device, pool: BufferPool | None, *, slots: int, static: bool, dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        """Hand out batches on `device` from now on. Called before the first is taken."""
-        self._pool = pool
-        self._ready = Handover(slots + 1)
-        self._stager = Stager(
-            self._producer.ready.take, device, self._ready, pool.give_back if pool is not None else _forget,
-            slots=slots, static=static, dtypes=dtypes,
-        )  # fmt: skip
-        self.take = self._stager.take
+    def take(self) -> Formed | None:
+        """The next batch; None at the end or when closed."""
+        return self._take()
 
-    def acknowledge(self, marks: Mapping[int, tuple[int, bool, tuple[object, ...]]]) -> None:
+    def acknowledge(self, marks: Mapping[int, Mark]) -> None:
         """`marks` became part of the state."""
         self._source.acknowledge(marks)
 
     def contents(self) -> dict[str, bytes]:
         """What a resume need not read again."""
-        return self._source.contents({})
+        return self._source.contents()
 
     def waited(self) -> tuple[int, float]:
         """How often, and how many seconds in all, a batch was waited for."""
@@ -81,7 +105,7 @@ class Run:
 
     def close(self) -> None:
         """End the threads; may be called again."""
-        if self._closed:
+        if self._closed or self._pid != os.getpid():  # a forked child has no such threads
             return
         self._closed = True
         if self._stager is not None:
@@ -93,12 +117,23 @@ class Run:
             self._stager.join(JOIN_S)
 
 
+@atexit.register
+def _close_all() -> None:
+    """Threads end before the interpreter does: one that is killed inside native code would take the process down."""
+    for run in list(_running):
+        run.close()
+
+
 def _forget(_: Buffers) -> None:
     """Buffers of a run that uses none again."""
 
 
 def _pin(formed: Formed) -> None:
-    formed.batch = map_tensors(formed.batch, lambda _, tensor: tensor.pin_memory())
+    formed.batch = map_tensors(formed.batch, lambda _, tensor: _pinned(tensor))
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.layout == torch.strided else tensor
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

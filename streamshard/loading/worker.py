@@ -7,10 +7,12 @@ off and an exit obeyed whatever a user's function is doing. The process ends whe
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler, recv_handle
@@ -22,23 +24,44 @@ import torch
 
 from streamshard.dataset import StreamDataset
 from streamshard.iteration import Iteration, Mark, PartitionRun, PlainRun, Share
-from streamshard.loading.parts import Part, encode
+from streamshard.loading.parts import Part, encode, encode_rows
 from streamshard.loading.shared_memory import Segment
 from streamshard.order.cursor import Cursor
 from streamshard.order.rotation import Rotation
-from streamshard.steps.tensors import collate as default_collate
 
 Rotating = Rotation[PartitionRun | PlainRun]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does: `rows` of a batch at a time, or, with `collate`, whole batches, or (`rows` None) items."""
+    """What the workers of a loader do: collect rows for batches of `batch_size`, or, with `collate`, form whole ones, or, with
+    neither, send items. `prefetch` batches wait for the main process in all.
+    """
 
     dataset: StreamDataset
-    rows: int | None
+    batch_size: int | None
     collate: Callable[[list[Any]], Any] | None
-    segments: int
+    workers: int
+    prefetch: int
+    main_pid: int = 0
+    directory: str | None = None  # the main process's, removed if that is killed
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether batches are put together in the main process."""
+        return self.batch_size is not None and self.collate is None
+
+    @property
+    def part_rows(self) -> int:
+        """Items of a part."""
+        if self.batch_size is None:
+            return 1
+        return -(-self.batch_size // self.workers) if self.in_rows else self.batch_size
+
+    @property
+    def segments(self) -> int:
+        """Parts of one worker that may exist. A whole batch can come from one: W parts, one begun, one being formed."""
+        return max(self.prefetch + 1, self.workers + 2) if self.in_rows else self.prefetch + 1
 
 
 @dataclass(frozen=True)
@@ -84,39 +107,72 @@ def work(data: Connection, control: Connection, job: Job, inherited: list[Connec
     torch.set_num_threads(1)
     segments = [Segment(recv_handle(data)) for _ in range(job.segments)]
     passes: SimpleQueue[Pass] = SimpleQueue()
-    threading.Thread(target=_listen, args=(data, control, passes, job.segments), daemon=True).start()
+    threading.Thread(target=_listen, args=(data, control, passes, job), daemon=True).start()
     while True:
         current = passes.get()
         try:
             _read(data, job, current, segments)
         except BaseException as error:  # noqa: BLE001  (the main process raises it)
             if not current.halted:
-                data.send((current.number, _failure(error)))
+                with suppress(OSError):  # the main process is gone: the listening thread ends this one
+                    data.send((current.number, failure_of(error)))
 
 
-def _listen(data: Connection, control: Connection, passes: SimpleQueue[Pass], segments: int) -> None:
+def _listen(data: Connection, control: Connection, passes: SimpleQueue[Pass], job: Job) -> None:
+    main = _watch(job.main_pid)
+    with suppress(EOFError, OSError):  # the main process is gone
+        _obey(data, control, passes, job, main)
+    if job.directory is not None and wait(main, timeout=1.0):  # it was killed: tidy up what it could not
+        shutil.rmtree(job.directory, ignore_errors=True)
+    os._exit(0)  # whatever the other thread is doing
+
+
+def _obey(data: Connection, control: Connection, passes: SimpleQueue[Pass], job: Job, main: list[int]) -> None:
+    """Do what the main process asks for until it asks for an end or is gone."""
     current: Pass | None = None
+    while True:
+        ready = wait([data, control, *main])
+        for connection in (data, control):
+            if connection not in ready:
+                continue
+            verb, number, value = connection.recv()
+            if verb == "exit":
+                os._exit(0)
+            elif verb == "pass":
+                current = Pass(number, value, job.segments)
+                passes.put(current)
+            elif verb == "contents":  # always answered, with the number of the question
+                control.send((value, _contents(current if current and current.number == number else None)))
+            elif current is not None and number == current.number:  # else it is about a pass that is over
+                _tell(current, verb, value)
+        if not {data, control} & set(ready):
+            return
+
+
+def _tell(current: Pass, verb: str, value: Any) -> None:
+    if verb == "free":
+        current.free.put(value)
+    elif verb == "halt":
+        current.halt()
+    elif verb == "acknowledge" and current.iteration is not None:
+        current.iteration.acknowledge(value)
+
+
+def _contents(current: Pass | None) -> dict[str, bytes] | Failure:
+    if current is None:
+        return {}
     try:
-        while True:
-            for connection in wait([data, control]):
-                assert isinstance(connection, Connection)  # what we passed
-                verb, number, value = connection.recv()
-                if verb == "pass":
-                    current = Pass(number, value, segments)
-                    passes.put(current)
-                elif current is None or number != current.number:
-                    continue  # about a pass that is over
-                elif verb == "free":
-                    current.free.put(value)
-                elif verb == "halt":
-                    current.halt()
-                elif verb == "acknowledge" and current.iteration is not None:
-                    current.iteration.acknowledge(value)
-                elif verb == "contents":
-                    iteration = current.iteration
-                    control.send(iteration.contents() if iteration is not None else dict(current.share.contents))
-    except (EOFError, OSError):
-        os._exit(0)  # the main process is gone, or wants us gone: whatever the other thread is doing
+        return dict(current.share.contents) if current.iteration is None else current.iteration.contents()
+    except Exception as error:  # noqa: BLE001  (the main process raises it)
+        return failure_of(error)
+
+
+def _watch(pid: int) -> list[int]:
+    """Something that becomes readable when process `pid` ends, also if others hold our pipes open; [] if there is no such."""
+    try:
+        return [os.pidfd_open(pid)]
+    except (AttributeError, OSError):
+        return []
 
 
 def _read(data: Connection, job: Job, current: Pass, segments: list[Segment]) -> None:
@@ -127,7 +183,7 @@ def _read(data: Connection, job: Job, current: Pass, segments: list[Segment]) ->
         while not current.halted and (place := current.free.get()) is not None:
             segment = segments[place]
             segment.begin()
-            part = former.rows(segment) if job.rows is not None and job.collate is None else former.item(segment)
+            part = former.rows(segment) if job.in_rows else former.item(segment)
             if part is None:
                 data.send((current.number, End({run.p: run.mark() for run in iteration.runs})))
                 return
@@ -154,7 +210,7 @@ class _Former:
         slots: list[int] = []
         cursors: list[Cursor] = []
         ended: list[tuple[int, int, Mark]] = []
-        count = self._job.rows or 1
+        count = self._job.part_rows
         while len(items) < count:
             got, turn, runs = self._rotation.step(count - len(items))
             if not runs:
@@ -165,7 +221,7 @@ class _Former:
             ended += [(len(items), run.p, run.mark()) for run in runs[len(got) :]]
         if not items:
             return None
-        skeleton = encode(default_collate(items, empty=segment.empty), segment)
+        skeleton = encode_rows(items, segment)
         return Part(0, 0, skeleton, np.array(slots, np.int64).tobytes(), cursors, ended, rows=True)
 
     def item(self, segment: Segment) -> Part | None:
@@ -173,7 +229,7 @@ class _Former:
         items: list[Any] = []
         slot = -1
         changed: dict[int, PartitionRun | PlainRun] = {}
-        count = self._job.rows or 1
+        count = self._job.part_rows
         while len(items) < count:
             got, turn, runs = self._rotation.step(count - len(items))
             if not runs:
@@ -189,7 +245,8 @@ class _Former:
         return Part(0, 0, encode(batch, segment), np.array([slot], np.int64).tobytes(), marks=marks)
 
 
-def _failure(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> Failure:
+    """`error` in a form that can be sent."""
     text = "".join(traceback.format_exception(error))
     try:
         packed = bytes(ForkingPickler.dumps(error))

@@ -119,6 +119,7 @@ class Rotation(Generic[Run]):
     """
 
     def __init__(self, runs: Collection[Run]) -> None:
+        self.stopped = False  # set from any thread: `take` ends early, and what it has so far is of no use
         self._live = sorted(runs, key=lambda run: run.p)
         self._pass: list[Run] = []  # the runs whose turn it is
         self._takes: list[Iterator[Any]] = []  # their items
@@ -143,7 +144,7 @@ class Rotation(Generic[Run]):
         """(items, runs that changed): the next `count` items, fewer only when all runs are exhausted."""
         items: list[Any] = []
         changed: list[Run] = []
-        while len(items) < count:
+        while len(items) < count and not self.stopped:
             if len(self._live) == 1 and self._pass == self._live and not self._ended:
                 run = self._live[0]
                 got = list(islice(run.items, count - len(items)))

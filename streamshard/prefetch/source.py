@@ -125,6 +125,9 @@ class PartitionSource:
             buffer, k = opened.buffer, self.k
             held = opened.fill()
             if self._keep:
+                self._retained.update(
+                    {p: s for p, s in self._contents.items() if p[0] == self.epoch}
+                )  # also if not read yet
                 for entry in held:
                     self._retain(entry)
             self._started = True
@@ -192,12 +195,17 @@ class PartitionSource:
         return [Kept(*place, self._packed(place, retained[place])) for place in sorted(retained)]
 
     def _packed(self, place: tuple[int, int], entry: Sample | bytes) -> bytes:
+        """`entry` as stored. If it has been emitted a step may be changing it: what was packed before that is right."""
         if isinstance(entry, bytes):
             return entry
-        packed = pack_sample(entry)
-        # Emitted meanwhile? Then a step may have changed it while we packed; what was packed before that is right.
-        now = self._retained.get(place, packed)
-        return now if isinstance(now, bytes) else packed
+        try:
+            packed: bytes | None = pack_sample(entry)
+        except Exception:  # a step's doing, or a fault of ours
+            packed = None
+            if not isinstance(self._retained.get(place), bytes):
+                raise
+        now = self._retained.get(place)
+        return now if isinstance(now, bytes) else packed or pack_sample(entry)
 
 
 class _PartitionReads:

@@ -55,7 +55,8 @@ class Buffers:
         if memory is not None and memory.numel() < size and self._on_growth is not None:
             self._on_growth(key, memory.numel(), size)
         if memory is None or memory.numel() < size:
-            memory = self._memory[key] = self._allocate(size)
+            room = size if memory is None else max(size, memory.numel() * 3 // 2)  # not anew for every row more
+            memory = self._memory[key] = self._allocate(room)
         return shaped(memory, shape, dtype)
 
 

@@ -108,7 +108,7 @@ class CudaDevice:
             target.copy_(source, non_blocking=True)
 
     def copied(self) -> Event:
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch; a thread waits for it
         event.record(self._stream)
         return event
 

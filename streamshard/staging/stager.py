@@ -14,17 +14,17 @@ stager when it is a whole round of slots ahead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from streamshard.errors import DataError
+from streamshard.errors import DataError, UsageError
 from streamshard.staging.buffers import Buffers, Event, copy, shaped, size_of
 from streamshard.staging.device import Device
-from streamshard.staging.tree import map_tensors
+from streamshard.staging.tree import Path, dotted, map_tensors
 
 
 class Waiting(Protocol):
@@ -60,8 +60,8 @@ class Slot:
 class Stager(Generic[W]):
     """Stages what `take` gives, in a thread of its own, and hands it out by its own `take`.
 
-    static: the same device addresses in rotation instead of new memory for every batch. dtypes: path of a leaf -> what to
-    convert it to on the device. give_back: gets the buffers of batches that have been copied.
+    slots: made once and used by one stager after another, so that static addresses outlive an iteration. dtypes: path of a leaf
+    -> what to convert it to on the device. give_back: gets the buffers of batches that have been copied.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class Stager(Generic[W]):
         ready: Ready,
         give_back: Callable[[Buffers], None],
         *,
-        slots: int,
-        static: bool,
+        slots: Sequence[Slot],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self.ready = ready
@@ -80,10 +79,13 @@ class Stager(Generic[W]):
         self._device = device
         self._give_back = give_back
         self._dtypes = dtypes
+        self._converted: set[str] = set()
+        self._checked = not dtypes
         self._raw = Buffers(device.memory)
         self._free: SimpleQueue[Slot | None] = SimpleQueue()
-        for _ in range(slots):
-            self._free.put(Slot(device, static=static))
+        for slot in slots:
+            slot.passed = device.passed()  # whatever an earlier iteration handed out
+            self._free.put(slot)
         self._held: Slot | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="streamshard-staging", daemon=True)
@@ -114,20 +116,31 @@ class Stager(Generic[W]):
             device.copies_wait(slot.passed)
         waiting.batch = map_tensors(waiting.batch, partial(self._move, slot))
         slot.copied = slot.host.busy = device.copied()
+        if not self._checked and waiting.batch is not None:
+            self._check_dtypes()
         if waiting.buffers is not None:
             waiting.buffers.busy = slot.copied
             self._give_back(waiting.buffers)
             waiting.buffers = None
 
-    def _move(self, slot: Slot, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _check_dtypes(self) -> None:
+        self._checked = True
+        unknown = sorted(set(self._dtypes) - self._converted)
+        if unknown:
+            raise UsageError(f"dtypes={self._dtypes!r}: the first batch has no tensor {unknown[0]!r}; correct the name")
+
+    def _move(self, slot: Slot, path: Path, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return tensor  # there already, or nothing that lies in one piece of memory
-        device, shape = self._device, tuple(tensor.shape)
+        device, shape, tensor = self._device, tuple(tensor.shape), tensor.detach()
         source = tensor
         if not device.reads(tensor):
             source = slot.host.take(path, shape, tensor.dtype)
             copy(source, tensor)
-        dtype = self._dtypes.get(path, tensor.dtype)
+        dtype = tensor.dtype
+        if self._dtypes and dotted(path) in self._dtypes:
+            dtype = self._dtypes[dotted(path)]
+            self._converted.add(dotted(path))
         if slot.static is not None:
             target = slot.static.take(path, shape, dtype)
         else:
@@ -171,8 +184,8 @@ class Stager(Generic[W]):
             self._thread.join(timeout)
 
 
-def _grown(key: Hashable, there: int, needed: int) -> None:
+def _grown(key: Any, there: int, needed: int) -> None:
     raise DataError(
-        f"static_buffers=True: the field {key!r} needs {needed} bytes and its device buffer has {there}, which must not move; "
-        f"let the first batch be the largest (fixed shapes, Batch(n, drop_last=True)), or leave static_buffers out"
+        f"static_buffers=True: the field {dotted(key)!r} needs {needed} bytes and its device buffer has {there}, which must "
+        f"not move; let the first batch be the largest (fixed shapes, Batch(n, drop_last=True)), or leave static_buffers out"
     )

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
+Path = tuple[Hashable, ...]  # the keys and places that lead to a leaf
 
-def map_tensors(batch: Any, function: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
-    """A batch of the same form with `function(path, tensor)` for every tensor; other leaves are passed through.
 
-    Paths are field names and numbers with dots between: ``"images.0"``.
-    """
-    if isinstance(batch, torch.Tensor):
-        return function(path, batch)
+def map_leaves(batch: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """A batch of the same form with `function(path, leaf)` in place of every leaf: what is no dict, list or tuple."""
     if isinstance(batch, dict):
-        return {
-            key: map_tensors(value, function, f"{path}.{key}" if path else str(key)) for key, value in batch.items()
-        }
+        mapped = {key: map_leaves(value, function, (*path, key)) for key, value in batch.items()}
+        if type(batch) is dict:
+            return mapped
+        same = copy.copy(batch)  # of its own class
+        same.update(mapped)
+        return same
     if isinstance(batch, list | tuple):
-        moved = [map_tensors(value, function, f"{path}.{i}" if path else str(i)) for i, value in enumerate(batch)]
+        values = [map_leaves(value, function, (*path, place)) for place, value in enumerate(batch)]
         if isinstance(batch, list):
-            return moved
-        return type(batch)(*moved) if hasattr(batch, "_fields") else tuple(moved)
-    return batch
+            return values
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
+    return function(path, batch)
+
+
+def map_tensors(batch: Any, function: Callable[[Path, torch.Tensor], Any]) -> Any:
+    """`map_leaves` for the tensors; other leaves are passed through."""
+    return map_leaves(batch, lambda path, leaf: function(path, leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def dotted(path: Path) -> str:
+    """A path as people write it: ``"images.0"``."""
+    return ".".join(map(str, path))

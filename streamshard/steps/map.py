@@ -45,7 +45,7 @@ class Map:
         if self.batch is not None and (not isinstance(self.batch, int) or self.batch < 1):
             raise UsageError(f"Map(batch={self.batch!r}): the number of items handed over at once must be an int >= 1")
 
-        if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise UsageError(f"Map(threads={self.threads!r}): the number of threads must be an int >= 1")
         if self.threads is not None and self.batch is not None:
             raise UsageError(

@@ -120,12 +120,14 @@ def _stacked(name: str, values: list[Any], empty: Empty) -> torch.Tensor:
     shape = (len(values), *values[0].shape)
     if isinstance(values[0], torch.Tensor):
         _check_dtypes(name, values)
+        if any(value.requires_grad or value.device.type != "cpu" or value.layout != torch.strided for value in values):
+            return torch.stack(values)
         return torch.stack(values, out=empty(shape, values[0].dtype))
     stacked = empty(shape, torch_dtype(values[0].dtype))
     if len(shape) == 1:
-        values = [value.reshape(1) for value in values]
+        values, shape = [value.reshape(1) for value in values], (*shape, 1)
     try:
-        np.concatenate(values, out=stacked.numpy().reshape(-1, *shape[2:]), casting="no")
+        np.concatenate(values, out=stacked.numpy().reshape(shape[0] * shape[1], *shape[2:]), casting="no")
     except TypeError:
         _check_dtypes(name, values)
         raise

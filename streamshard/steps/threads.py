@@ -36,7 +36,7 @@ class Pools:
 
     def close(self) -> None:
         """Let the threads end; calls that have not begun never do."""
-        for pool in self._pools.values():
+        for pool in list(self._pools.values()):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -80,7 +80,7 @@ def test_the_copy_is_hidden_behind_compute():
     """At least 90 % of the copy time, over host batches that are ready; idle time of the compute stream, off and on."""
     from streamshard.loading.handover import Handover
     from streamshard.staging.device import open_device
-    from streamshard.staging.stager import Stager
+    from streamshard.staging.stager import Slot, Stager
     from tests.staging.test_stager import Waiting
 
     host = [torch.empty(BATCH * ROW, dtype=torch.uint8, pin_memory=True) for _ in range(4)]
@@ -106,10 +106,9 @@ def test_the_copy_is_hidden_behind_compute():
     bare = timed([on_device] * steps)
     off = timed(host[n % 4].cuda(non_blocking=True) for n in range(steps))
     source = iter([Waiting(host[n % 4]) for n in range(steps)])
-    stager = Stager(
-        lambda: next(source, None), open_device(torch.device("cuda"), pin_memory=True), Handover(3), print,
-        slots=2, static=True, dtypes={},
-    )  # fmt: skip
+    device = open_device(torch.device("cuda"), pin_memory=True)
+    slots = [Slot(device, static=True) for _ in range(2)]
+    stager = Stager(lambda: next(source, None), device, Handover(3), print, slots=slots, dtypes={})
     on = timed(staged.batch for staged in iter(stager.take, None))
     stager.stop()
     stager.join(5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import torch
 import streamshard as ss
 from streamshard.testing import assert_exact_resume
 from streamshard.testing.resume import digest
-from tests.conftest import write_dataset
+from tests.conftest import sample, write_dataset
 
 
 def fixed(item):
@@ -32,6 +34,21 @@ def fixed(item):
 
 def mixed(item):
     return {"n": item["id"] if item["id"] % 5 else "five", "half": torch.tensor(item["id"] / 2, dtype=torch.bfloat16)}
+
+
+def half_none(item):
+    number = item["id"]
+    return {
+        "float": number / 3 if number % 4 else None,
+        "array": np.full(3, number, np.int16) if number % 5 else None,
+        "kind": number < 24 or 7,
+        "nothing": np.zeros((2, 0), np.float32),
+        "order": collections.OrderedDict(a=torch.tensor([number]), b="text"),
+    }
+
+
+def low(item):
+    return item["id"] < 20
 
 
 def nested(item):
@@ -98,6 +115,7 @@ def read(loader, count=None):
 PIPELINES = {
     "one to one": (ss.Map(fixed),),
     "mixed types": (ss.Map(mixed),),
+    "types that come and go": (ss.Map(half_none),),
     "nested": (ss.Map(nested),),
     "filter": (ss.Filter(even), ss.Map(fixed)),
     "uneven filter": (ss.Filter(high), ss.Map(fixed)),
@@ -120,6 +138,58 @@ def test_the_batches_are_those_of_no_workers(dataset_47, name, workers):
 def test_batches_may_be_of_any_size_and_go_on_over_epochs(dataset_47, batch_size):
     expected = read(loader_of(dataset_47, ss.Map(fixed), workers=0, batch_size=batch_size, repeat=True), 30)
     assert read(loader_of(dataset_47, ss.Map(fixed), workers=4, batch_size=batch_size, repeat=True), 30) == expected
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_whole_batch_may_have_to_come_from_one_worker(dataset_47, workers, prefetch):
+    options = {"parts": 4, "batch_size": 16, "shuffle": False, "prefetch": prefetch}
+    steps = ss.Filter(low), ss.Map(fixed)
+    expected = read(loader_of(dataset_47, *steps, workers=0, **options))
+    assert read(loader_of(dataset_47, *steps, workers=workers, **options)) == expected
+
+
+@pytest.mark.parametrize("name", ["filter", "uneven filter", "flat map"])
+def test_the_state_after_each_batch_says_the_same_as_without_workers(dataset_47, name):
+    with loader_of(dataset_47, *PIPELINES[name]) as loader, loader_of(dataset_47, *PIPELINES[name], workers=0) as plain:
+        for _ in zip(loader, plain, strict=True):
+            assert loader.counters().dropped.keys() == plain.counters().dropped.keys()
+            ours, theirs = loader.state_dict()["partitions"], plain.state_dict()["partitions"]
+            assert [json.loads(s)[0] for s in ours.values()] == [json.loads(s)[0] for s in theirs.values()]
+        assert loader.state_dict() == plain.state_dict()
+
+
+def test_a_commit_after_the_start_changes_neither_what_workers_read_nor_what_the_state_says(tmp_path):
+    directory = write_dataset(tmp_path / "ds", 47, per_shard=11)
+    version = ss.open_manifest(directory).version
+    with loader_of(directory, ss.Map(fixed), repeat=True) as loader:
+        batches = iter(loader)
+        next(batches)
+        with ss.DatasetWriter(directory, append=True) as writer:
+            writer.write(sample(47))
+        for _ in range(30):
+            next(batches)
+        assert json.loads(loader.state_dict()["fingerprint"])["dataset"] == version
+
+
+def unstorable(item):
+    item["image"] = object()
+    return {"id": item["id"]}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_contents_are_what_was_stored_whatever_steps_do_to_it(dataset_47, workers):
+    expected = read(loader_of(dataset_47, ss.Map(unstorable), workers=0))
+    with loader_of(dataset_47, ss.Map(unstorable), workers=workers, snapshot="contents") as loader:
+        seen = []
+        for batch in loader:
+            seen.append(digest(batch))
+            state = loader.state_dict()
+            if len(seen) == 5:
+                break
+    resumed = loader_of(dataset_47, ss.Map(unstorable), workers=workers, snapshot="contents")
+    resumed.load_state_dict(state)
+    assert seen + read(resumed) == expected
 
 
 def test_the_same_processes_read_the_next_epoch(dataset_47):

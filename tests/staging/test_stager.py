@@ -16,7 +16,7 @@ import streamshard as ss
 from streamshard.loading.handover import Handover
 from streamshard.staging.buffers import Buffers
 from streamshard.staging.device import CpuDevice
-from streamshard.staging.stager import Stager
+from streamshard.staging.stager import Slot, Stager
 from streamshard.staging.tree import map_tensors
 from streamshard.testing.resume import digest
 from tests.conftest import write_dataset
@@ -58,7 +58,8 @@ def stage(batches, device, *, pooled=False, slots=2, static=False, dtypes=None):
         buffers.begin()
         return Waiting(map_tensors(found, lambda _, t: buffers.empty(tuple(t.shape), t.dtype).copy_(t)), buffers)
 
-    stager = Stager(take, device, Handover(slots + 1), free.put, slots=slots, static=static, dtypes=dtypes or {})
+    places = [Slot(device, static=static) for _ in range(slots)]
+    stager = Stager(take, device, Handover(slots + 1), free.put, slots=places, dtypes=dtypes or {})
     while (staged := stager.take()) is not None:
         device.compute(lambda staged=staged: handed.append(digest(staged.batch)))
     device.finish()
@@ -130,7 +131,7 @@ def test_static_buffers_hand_out_the_same_addresses_in_rotation(device):
     seen = []
     stager = Stager(
         iter([Waiting({"x": torch.full((4,), n)}) for n in range(7)] + [None]).__next__, device, Handover(3), print,
-        slots=2, static=True, dtypes={},
+        slots=[Slot(device, static=True) for _ in range(2)], dtypes={},
     )  # fmt: skip
     while (staged := stager.take()) is not None:
         seen.append(staged.batch["x"].data_ptr())
@@ -162,7 +163,7 @@ def test_an_error_of_the_source_comes_out_after_the_batches_before_it(device):
         yield Waiting({"x": torch.zeros(1)})
         raise ss.StorageError("gone")
 
-    stager = Stager(source().__next__, device, Handover(3), print, slots=2, static=False, dtypes={})
+    stager = Stager(source().__next__, device, Handover(3), print, slots=[Slot(device, static=False)], dtypes={})
     assert stager.take() is not None
     with pytest.raises(ss.StorageError, match="gone"):
         stager.take()
@@ -214,6 +215,23 @@ def test_device_cpu_runs_the_same_program_and_batches_may_be_kept(dataset_200):
     dataset.set_epoch(0)
     kept = list(ss.StreamLoader(dataset, batch_size=8, device="cpu"))
     assert [digest(b) for b in kept] == plain
+
+
+def test_static_addresses_stay_the_same_from_one_iteration_to_the_next(dataset_200):
+    loader = ss.StreamLoader(
+        ss.StreamDataset(dataset_200, ss.Map(fixed), partitions=4), batch_size=8, device="cpu", static_buffers=True
+    )
+    assert len({batch["pair"].data_ptr() for _ in range(3) for batch in loader}) == 2
+
+
+def test_fields_with_dots_in_their_names_do_not_share_memory(device):
+    batches = [{"a.b": torch.full((2,), n), "a": {"b": torch.full((2,), -n)}, 0: torch.ones(1) * n} for n in range(20)]
+    assert stage(batches, device, static=True) == [digest(b) for b in batches]
+
+
+def test_a_dtype_for_a_field_that_is_not_there_is_an_error(device):
+    with pytest.raises(ss.UsageError, match="the first batch has no tensor 'tokns'"):
+        stage([{"tokens": torch.zeros(2)}], device, dtypes={"tokns": torch.int64})
 
 
 def test_an_empty_loader_is_fine(dataset_200):
