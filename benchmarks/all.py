@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks import displacement, first_batch, manifest, memory, speed, storage
+from benchmarks import displacement, first_batch, loader, manifest, memory, speed, storage
 
 
 def main() -> None:
-    for benchmark in (displacement, manifest, speed, first_batch, memory):
+    for benchmark in (displacement, manifest, speed, first_batch, memory, loader):
         print(f"\n== {benchmark.__name__}")
         benchmark.main()
     print("\n== benchmarks.storage")

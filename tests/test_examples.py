@@ -16,7 +16,9 @@ def code_blocks(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/steps.md", "docs/state.md", "docs/writing.md", "docs/storage.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/steps.md", "docs/state.md", "docs/writing.md", "docs/storage.md", "docs/loader.md"]
+)
 def test_the_code_of_a_page_runs_in_an_empty_folder(page, tmp_path):
     """The blocks of a page, one after the other, as a reader would paste them."""
     blocks = code_blocks(ROOT / page)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 import streamshard as ss
@@ -47,6 +49,21 @@ def random_access(url: str) -> None:
     print(one, many, len(samples))
     loader: DataLoader[Any] = DataLoader(samples, batch_size=4, sampler=samples.sampler(seed=1))
     print(loader)
+
+
+def load(url: str, state: dict[str, Any] | None) -> dict[str, Any]:
+    dataset = ss.StreamDataset(url, ss.Map(tokenize, threads=4), repeat=True)
+    with ss.StreamLoader(
+        dataset, batch_size=8, collate=partial(ss.collate, ragged="pad"), workers=2, prefetch=3, device="cuda:0",
+        slots=2, pin_memory=True, static_buffers=True, dtypes={"tokens": torch.int64}, accumulation=4,
+    ) as loader:  # fmt: skip
+        if state is not None:
+            loader.load_state_dict(state, allow={"batch"})
+        for batch in loader:
+            print(batch["tokens"], loader.counters().waiting_s)
+            break
+        found: dict[str, Any] = loader.state_dict()
+    return found
 
 
 def prove(url: str) -> int:

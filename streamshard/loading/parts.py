@@ -33,6 +33,16 @@ class Leaf:
     of_arrays: bool = False  # rows of a tensor that were numpy arrays
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Rows of a field that are what they are: nothing in them is in the segment."""
+
+    rows: list[Any]
+
+
+_PLAIN = {int, float, bool, str, bytes, type(None)}
+
+
 @dataclass(slots=True)
 class Part:
     """One message. `size` is the segment's; `slots` has one slot a row, or that of the item.
@@ -101,6 +111,8 @@ def encode_rows(items: list[Any], segment: Segment) -> Any:
         return replace(encode(stacked, segment), of_arrays=True)
     if type(first) is torch.Tensor and _alike(items) and not any(item.requires_grad for item in items):
         return encode(collate(items, empty=segment.empty), segment)
+    if set(map(type, items)) <= _PLAIN:
+        return Plain(items)
     return [encode(item, segment) for item in items]
 
 
@@ -132,6 +144,10 @@ def _column(name: str, found: list[Any], pieces: Sequence[Piece], rows: int, emp
         return {key: _column(str(key), [column[key] for column in found], pieces, rows, empty) for key in found[0]}
     whole: list[Any] = [None] * rows
     for column, piece in zip(found, pieces, strict=True):
+        places = _places(piece.targets)
+        if isinstance(column, Plain) and isinstance(places, slice):
+            whole[places] = column.rows[piece.first : piece.last]
+            continue
         for target, row in zip(piece.targets.tolist(), range(piece.first, piece.last), strict=True):
             whole[target] = _row(column, row, piece)
     if name == "item":
@@ -146,6 +162,8 @@ def _row(column: Any, row: int, piece: Piece) -> Any:
         return rows[row].numpy().copy() if column.of_arrays else rows[row].clone()
     if isinstance(column, dict):
         return {key: _row(value, row, piece) for key, value in column.items()}
+    if isinstance(column, Plain):
+        return column.rows[row]
     return decode(column[row], piece.segment, piece.part.size, fresh)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import selectors
 import signal
 import weakref
 from collections import deque
@@ -188,7 +189,14 @@ class ProcessSource:
         self._ended: dict[int, Mark] = {}  # found at workers' ends, for the next batch
         self._questions = 0
         self._interrupted, self._interrupt = os.pipe()
-        weakref.finalize(self, _close_pipe, self._interrupted, self._interrupt)
+        self._selector = (
+            selectors.DefaultSelector()
+        )  # made once: `multiprocessing.connection.wait` makes one for every call
+        self._selector.register(self._interrupted, selectors.EVENT_READ, None)
+        for worker in group.workers:
+            self._selector.register(worker.data, selectors.EVENT_READ, (worker, worker.data))
+            self._selector.register(worker.process.sentinel, selectors.EVENT_READ, (worker, None))
+        weakref.finalize(self, _let_go, self._selector, self._interrupted, self._interrupt)
         self._pass = group.begin(shares)
 
     # ------------------------------------------------------------------------------------------ the reading thread
@@ -223,22 +231,24 @@ class ProcessSource:
 
     def _receive(self) -> None:
         """Wait until any worker has sent something, or has ended."""
-        workers = {worker.data: worker for worker in self._group.workers}
-        sentinels = {worker.process.sentinel: worker for worker in self._group.workers}
-        ready = wait([*workers, *sentinels, self._interrupted])
-        if self._interrupted in ready:
+        ready = [key.data for key, _ in self._selector.select()]
+        if None in ready:
             raise WorkerError("the iteration was closed")
-        for connection in ready:
-            if connection in workers:
-                try:
-                    number, message = workers[connection].data.recv()
-                except (EOFError, ConnectionResetError) as error:
-                    raise workers[connection].gone() from error
-                if number == self._pass:
-                    workers[connection].inbox.append(message)
-        for sentinel in ready:
-            if sentinel in sentinels and not sentinels[sentinel].data.poll():
-                raise sentinels[sentinel].gone()
+        ended = [worker for worker, connection in ready if connection is None]
+        for worker, connection in ready:
+            if connection is not None:
+                self._take_message(worker)
+        for worker in ended:
+            if not worker.data.poll():
+                raise worker.gone()
+
+    def _take_message(self, worker: Worker) -> None:
+        try:
+            number, message = worker.data.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise worker.gone() from error
+        if number == self._pass:
+            worker.inbox.append(message)
 
     def _next_item(self) -> Formed:
         worker = min(self._heads, key=lambda worker: self._heads[worker][1][0])
@@ -334,7 +344,8 @@ class ProcessSource:
                 return answer
 
 
-def _close_pipe(*descriptors: int) -> None:
+def _let_go(selector: selectors.BaseSelector, *descriptors: int) -> None:
+    selector.close()
     for descriptor in descriptors:
         os.close(descriptor)
 

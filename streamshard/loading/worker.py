@@ -7,6 +7,7 @@ off and an exit obeyed whatever a user's function is doing. The process ends whe
 from __future__ import annotations
 
 import os
+import selectors
 import shutil
 import signal
 import threading
@@ -130,8 +131,12 @@ def _listen(data: Connection, control: Connection, passes: SimpleQueue[Pass], jo
 def _obey(data: Connection, control: Connection, passes: SimpleQueue[Pass], job: Job, main: list[int]) -> None:
     """Do what the main process asks for until it asks for an end or is gone."""
     current: Pass | None = None
+    selector = selectors.DefaultSelector()
+    readables: list[Any] = [data, control, *main]
+    for readable in readables:
+        selector.register(readable, selectors.EVENT_READ, readable)
     while True:
-        ready = wait([data, control, *main])
+        ready = [key.data for key, _ in selector.select()]
         for connection in (data, control):
             if connection not in ready:
                 continue
@@ -145,7 +150,7 @@ def _obey(data: Connection, control: Connection, passes: SimpleQueue[Pass], job:
                 control.send((value, _contents(current if current and current.number == number else None)))
             elif current is not None and number == current.number:  # else it is about a pass that is over
                 _tell(current, verb, value)
-        if not {data, control} & set(ready):
+        if data not in ready and control not in ready:
             return
 
 
