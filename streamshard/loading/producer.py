@@ -54,5 +54,6 @@ class Producer:
         self._thread.join(JOIN_S)
         if self._thread.is_alive():
             _logger.warning(
-                "the loader's thread is still in a step's function after %.0f s; it ends when that returns", JOIN_S
+                "the loader's thread is still busy in the steps' functions after %.0f s; it ends when they have returned",
+                JOIN_S,
             )

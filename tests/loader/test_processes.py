@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import json
 import os
 import signal
@@ -423,6 +424,40 @@ def test_however_the_program_ends_no_process_and_no_file_is_left(tmp_path, datas
     expected = {"exit": "", "kill": ""}.get(how)
     if expected is not None:
         assert errors.strip() == expected
+
+
+def test_closing_is_prompt_although_other_workers_hold_copies_of_the_pipes(dataset_47):
+    first = loader_of(dataset_47, ss.Map(fixed), repeat=True)
+    next(iter(first))
+    second = loader_of(dataset_47, ss.Map(fixed), repeat=True)
+    next(iter(second))
+    began = time.monotonic()
+    first.close()
+    assert time.monotonic() - began < 1.5
+    second.close()
+
+
+def test_a_forked_child_that_exits_leaves_the_loader_alone(dataset_47):
+    with loader_of(dataset_47, ss.Map(fixed), repeat=True) as loader:
+        batches = iter(loader)
+        next(batches)
+        child = os.fork()
+        if child == 0:
+            loader.close()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        next(batches)
+        assert loader._group.alive
+
+
+def test_iterations_leave_no_descriptor_behind(dataset_47):
+    with loader_of(dataset_47, ss.Map(fixed)) as loader:
+        list(loader)
+        before = psutil.Process().num_fds()
+        for _ in range(10):
+            list(loader)
+        assert psutil.Process().num_fds() <= before + 1
+    gc.collect()
 
 
 @pytest.mark.slow
