@@ -248,9 +248,8 @@ class StreamDataset(IterableDataset[Any]):
 
         Changes nothing; say `lend` when the iteration stands.
         """
-        assert (
-            self.manifest
-        )  # read now: workers, and the state, must be about the same version, whatever is committed meanwhile
+        # Read now: workers, and the state, must be about the same version, whatever is committed meanwhile.
+        _ = self.manifest
         whole = self._current_reader()
         readers = [replace(whole, worker=w, workers=max(1, workers)) for w in range(max(1, workers))]
         return self._shares(self._pending, whole, readers)
@@ -267,7 +266,7 @@ class StreamDataset(IterableDataset[Any]):
         return self._pending is not None
 
     def lend(self, share: Share) -> None:
-        """For loaders: an iteration over `shares` has begun, and its state is the loader's from now on."""
+        """For loaders: an iteration over `share` has begun, and its state is the loader's from now on."""
         self._started(share, None)
         self._iteration, self._lent = None, True
 

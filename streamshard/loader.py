@@ -220,6 +220,7 @@ class StreamLoader:
         """
         if self._position is None or self.dataset.has_pending_state:
             return self.dataset.state_dict()
+        self._position.warn_off_boundary()
         run = self._run or self._last
         contents = run.contents() if run is not None else self._kept
         return self.dataset.encode_state(self._position.epoch, self._position.partitions(), contents)

@@ -36,8 +36,6 @@ class LocalSource:
                 yield Formed(items[0], marks)
             else:
                 buffers = self._buffers()
-                if buffers is not None:
-                    buffers.begin()
                 yield Formed(self._form(items, buffers), marks, buffers=buffers)
             if first:
                 iteration.begin_speculation()

@@ -57,7 +57,6 @@ class Part:
     slots: bytes
     cursors: list[Cursor] = field(default_factory=list)
     marks: list[tuple[int, int, Mark]] = field(default_factory=list)  # (rows before it, partition, mark)
-    rows: bool = False
 
 
 def encode(batch: Any, segment: Segment) -> Any:

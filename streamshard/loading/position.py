@@ -45,7 +45,11 @@ class Position:
         return added
 
     def partitions(self) -> dict[int, PartitionState]:
-        """Where the partitions stand; logs once if that is not after the last batch."""
+        """Where the partitions stand."""
+        return {**self._begin, **{p: PartitionState(*mark) for p, mark in self._marks.items()}}
+
+    def warn_off_boundary(self) -> None:
+        """Log, once, that the state is not that of the last batch, if it is not."""
         if self._since and not self._told:
             self._told = True
             _logger.warning(
@@ -53,4 +57,3 @@ class Position:
                 "step, and a resume repeats the %d batches after it. Save after optimizer.step()",
                 self.batches, self._accumulation, self.batches % self._accumulation,
             )  # fmt: skip
-        return {**self._begin, **{p: PartitionState(*mark) for p, mark in self._marks.items()}}

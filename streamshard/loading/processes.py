@@ -253,7 +253,7 @@ class ProcessSource:
     def _next_item(self) -> Formed:
         worker = min(self._heads, key=lambda worker: self._heads[worker][1][0])
         part, _, _ = self._heads.pop(worker)
-        buffers = self._begin_buffers()
+        buffers = self._buffers()
         empty = self._empty if buffers is None else buffers.empty
         batch = decode(part.skeleton, worker.segments[part.segment], part.size, empty)
         worker.tell(worker.data, "free", self._pass, part.segment)
@@ -263,7 +263,7 @@ class ProcessSource:
         batch = _Gathered()
         while batch.rows < rows and self._fill_heads():
             self._gather(batch, rows - batch.rows)
-        buffers = self._begin_buffers()
+        buffers = self._buffers()
         whole = assemble(batch.pieces, batch.rows, self._empty if buffers is None else buffers.empty)
         for worker, part in batch.used:
             worker.tell(worker.data, "free", self._pass, part.segment)
@@ -293,12 +293,6 @@ class ProcessSource:
             else:
                 self._heads[worker] = (part, part_slots, last)
         batch.rows += count
-
-    def _begin_buffers(self) -> Buffers | None:
-        buffers = self._buffers()
-        if buffers is not None:
-            buffers.begin()
-        return buffers
 
     def close(self) -> None:
         for worker in self._group.workers:

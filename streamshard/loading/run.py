@@ -33,8 +33,11 @@ class BufferPool:
             self._free.put(Buffers(device.host))
 
     def next(self) -> Buffers | None:
-        """Buffers for the next batch, waiting for them; None when the run is closed."""
-        return self._free.get()
+        """Buffers for the next batch, begun, waiting for them; None when the run is closed."""
+        buffers = self._free.get()
+        if buffers is not None:
+            buffers.begin()
+        return buffers
 
     def give_back(self, buffers: Buffers) -> None:
         """They are to be used again, once their `busy` is over."""

@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -209,17 +209,23 @@ class _Former:
         self._rotation = rotation
         self._parts = parts
 
+    def _passes(self) -> Iterator[tuple[list[Any], int, list[PartitionRun | PlainRun]]]:
+        """The items of a part as the rotation gives them, pass by pass: (items, turn, runs), see `Rotation.step`."""
+        wanted = self._job.part_rows
+        while wanted:
+            got, turn, runs = self._rotation.step(wanted)
+            if not runs:
+                return
+            wanted -= len(got)
+            yield got, turn, runs
+
     def rows(self, segment: Segment) -> Part | None:
         """Some rows of a batch, collated into the segment; None at the end."""
         items: list[Any] = []
         slots: list[int] = []
         cursors: list[Cursor] = []
         ended: list[tuple[int, int, Mark]] = []
-        count = self._job.part_rows
-        while len(items) < count:
-            got, turn, runs = self._rotation.step(count - len(items))
-            if not runs:
-                break
+        for got, turn, runs in self._passes():
             items += got
             slots += [turn * self._parts + run.p for run in runs[: len(got)]]
             cursors += [run.mark()[2] for run in runs[: len(got)]]
@@ -227,18 +233,14 @@ class _Former:
         if not items:
             return None
         skeleton = encode_rows(items, segment)
-        return Part(0, 0, skeleton, np.array(slots, np.int64).tobytes(), cursors, ended, rows=True)
+        return Part(0, 0, skeleton, np.array(slots, np.int64).tobytes(), cursors, ended)
 
     def item(self, segment: Segment) -> Part | None:
         """What the pipeline gave, or a whole batch of the user's collate; None at the end."""
         items: list[Any] = []
         slot = -1
         changed: dict[int, PartitionRun | PlainRun] = {}
-        count = self._job.part_rows
-        while len(items) < count:
-            got, turn, runs = self._rotation.step(count - len(items))
-            if not runs:
-                break
+        for got, turn, runs in self._passes():
             if got and not items:
                 slot = turn * self._parts + runs[0].p
             items += got

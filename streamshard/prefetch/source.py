@@ -199,13 +199,14 @@ class PartitionSource:
         if isinstance(entry, bytes):
             return entry
         try:
-            packed: bytes | None = pack_sample(entry)
+            packed = pack_sample(entry)
         except Exception:  # a step's doing, or a fault of ours
-            packed = None
-            if not isinstance(self._retained.get(place), bytes):
-                raise
+            now = self._retained.get(place)
+            if isinstance(now, bytes):
+                return now
+            raise
         now = self._retained.get(place)
-        return now if isinstance(now, bytes) else packed or pack_sample(entry)
+        return now if isinstance(now, bytes) else packed
 
 
 class _PartitionReads:

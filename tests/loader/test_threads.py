@@ -117,6 +117,18 @@ def test_with_accumulation_the_state_is_that_of_the_last_complete_step(dataset_4
         assert [digest(b) for b in resumed] == whole[stop - stop % 3 :], "whole steps are replayed"
 
 
+def test_asking_for_counters_neither_tells_of_a_boundary_nor_keeps_state_dict_from_telling(dataset_47, caplog):
+    loader = loader_of(dataset_47, ss.Map(fixed), accumulation=3)
+    batches = iter(loader)
+    next(batches)
+    with caplog.at_level(logging.WARNING, "streamshard"):
+        loader.counters()
+        assert "optimizer step" not in caplog.text
+        loader.state_dict()
+        assert "in the middle of an optimizer step of 3" in caplog.text
+    batches.close()
+
+
 def test_the_end_of_a_pass_completes_the_optimizer_step_begun(dataset_47):
     loader = loader_of(dataset_47, ss.Map(fixed), accumulation=5)  # 12 batches
     list(loader)
