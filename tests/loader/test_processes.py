@@ -150,9 +150,14 @@ def test_a_whole_batch_may_have_to_come_from_one_worker(dataset_47, workers, pre
     assert read(loader_of(dataset_47, *steps, workers=workers, **options)) == expected
 
 
+@pytest.mark.parametrize("batch_size", [2, 4])  # 2: parts of one row, so that ends come by themselves
 @pytest.mark.parametrize("name", ["filter", "uneven filter", "flat map"])
-def test_the_state_after_each_batch_says_the_same_as_without_workers(dataset_47, name):
-    with loader_of(dataset_47, *PIPELINES[name]) as loader, loader_of(dataset_47, *PIPELINES[name], workers=0) as plain:
+def test_the_state_after_each_batch_says_the_same_as_without_workers(dataset_47, name, batch_size):
+    steps = PIPELINES[name]
+    with (
+        loader_of(dataset_47, *steps, batch_size=batch_size) as loader,
+        loader_of(dataset_47, *steps, batch_size=batch_size, workers=0) as plain,
+    ):
         for _ in zip(loader, plain, strict=True):
             assert loader.counters().dropped.keys() == plain.counters().dropped.keys()
             ours, theirs = loader.state_dict()["partitions"], plain.state_dict()["partitions"]

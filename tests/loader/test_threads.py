@@ -117,6 +117,20 @@ def test_with_accumulation_the_state_is_that_of_the_last_complete_step(dataset_4
         assert [digest(b) for b in resumed] == whole[stop - stop % 3 :], "whole steps are replayed"
 
 
+def test_a_sample_that_is_emitted_while_it_is_packed_is_kept_as_it_was_before(dataset_47, monkeypatch):
+    loader = loader_of(dataset_47, ss.Map(fixed), snapshot="contents")
+    source = loader.dataset.open_share(loader.dataset.shares(0)[0], lent=True).runs[0].source
+    place = (0, 3)
+    source._retained[place] = sample = {"id": 3}
+
+    def pack(changed):
+        source._retained[place] = b"before"  # by the reading thread, which then lets a step change the sample
+        return b"after"
+
+    monkeypatch.setattr("streamshard.prefetch.source.pack_sample", pack)
+    assert source._packed(place, sample) == b"before"
+
+
 def test_asking_for_counters_neither_tells_of_a_boundary_nor_keeps_state_dict_from_telling(dataset_47, caplog):
     loader = loader_of(dataset_47, ss.Map(fixed), accumulation=3)
     batches = iter(loader)
