@@ -39,7 +39,15 @@ from streamshard.state import (
     decode_state,
     scope_name,
 )
-from streamshard.steps.pipeline import batch_fingerprint, check_steps, start_cursor, steps_fingerprint, wants_refs
+from streamshard.steps.pipeline import (
+    batch_fingerprint,
+    check_steps,
+    items_left,
+    start_cursor,
+    steps_fingerprint,
+    uncounted,
+    wants_refs,
+)
 from streamshard.steps.step import Step, StepContext
 from streamshard.storage.open import CACHE_BYTES, open_store
 from streamshard.storage.policy import StoragePolicy
@@ -138,6 +146,7 @@ class StreamDataset(IterableDataset[Any]):
         self._history: list[tuple[int, str]] = []  # earlier dataset versions: (first epoch, version)
         self._pending: Snapshot | None = None
         self._pending_pid = 0  # the process that loaded it
+        self._rest_first = False  # a pending state of an epoch's end gives the empty rest of it before the next epoch
         self._iteration: Iteration | None = None
         self._reader = Reader()
         self._counted: weakref.ref[Iteration] | None = None  # the newest, whoever reads it
@@ -187,11 +196,14 @@ class StreamDataset(IterableDataset[Any]):
                 _logger.info("set_epoch(%d) has no effect: with repeat=True epochs follow one another", epoch)
             self._told_epoch = True
             return
-        if self._pending is not None and epoch != self._pending.epoch:
+        pending = self._pending
+        if pending is not None and epoch != pending.epoch and not (pending.at_end and epoch == pending.epoch + 1):
+            place = "at the end of" if pending.at_end else "in"
             raise UsageError(
-                f"set_epoch({epoch}) contradicts the loaded state, which is in epoch {self._pending.epoch}; iterate first, "
-                f"or call set_epoch({self._pending.epoch})"
+                f"set_epoch({epoch}) contradicts the loaded state, which is {place} epoch {pending.epoch}; iterate first, or "
+                f"call set_epoch({pending.epoch + pending.at_end})"
             )
+        self._rest_first = pending is not None and epoch == pending.epoch
         self._shared[_EPOCH] = epoch
 
     def counters(self) -> dict[str, int]:
@@ -306,17 +318,29 @@ class StreamDataset(IterableDataset[Any]):
         if worker is None and not self._repeat:
             self._shared[_EPOCH] = share.epoch
         self._reader, self._iteration_epoch = share.reader, share.epoch
-        self._pending, self._lent = None, False
+        self._pending, self._lent, self._rest_first = None, False, False
 
     def _shares(self, pending: Snapshot | None, whole: Reader, readers: Sequence[Reader]) -> list[Share]:
         """The parts of `readers`, which divide what `whole` has in the next iteration."""
+        epoch = self.epoch
         if pending is not None:
             check_scope(pending.scope, whole)
             self._report_ragged(pending)
-        epoch = pending.epoch if pending is not None else self.epoch
+            epoch = pending.epoch
+            if self._begins_next(pending):
+                pending, epoch = None, epoch + 1
         begun = pending is not None and pending.partitions
         snapshot = pending if pending is not None and begun else self._start_snapshot(readers[0], epoch)
         return [self._cut(snapshot, reader) for reader in readers]
+
+    def _begins_next(self, pending: Snapshot) -> bool:
+        """Whether going on from `pending` means the next epoch, as it does in the process that went on without stopping.
+
+        Not in a worker that was given the state itself: its loader asks it for the rest of the epoch first, whatever the state.
+        Nor after ``set_epoch`` with the state's own epoch.
+        """
+        given_to_worker = get_worker_info() is not None and self._pending_pid == os.getpid()
+        return pending.at_end and not given_to_worker and not self._rest_first
 
     def _pending_of(self, worker: Any) -> Snapshot | None:
         """The loaded state, if it still waits. Workers that are started for every epoch get a copy of their parent's each
@@ -374,7 +398,29 @@ class StreamDataset(IterableDataset[Any]):
             {p: states[p] for p in live},
             {p: states[p] for p in carried},
             blobs,
+            snapshot.batches or 0,
         )
+
+    def items_left(self, shares: Sequence[Share]) -> list[int] | None:
+        """For loaders: the items that are to come in each share; None where only reading tells, see `why_uncounted`."""
+        if self._repeat or uncounted(self.steps):
+            return None
+        found = []
+        for share in shares:
+            book = Book(replace(self._order, partitions=share.parts), self._timeline(share.history))
+            order = book.epoch(share.epoch)[0]
+            left = [
+                items_left(self.steps, part.cursor, order.partition_size(p) - innermost(part.cursor)[1])
+                for p, part in share.live.items()
+            ]
+            found.append(sum(number for number in left if number is not None))
+        return found
+
+    def why_uncounted(self) -> str:
+        """For loaders: why `items_left` knows nothing."""
+        if self._repeat:
+            return "repeat=True has no end"
+        return f"what leaves {uncounted(self.steps)} is known only after reading"
 
     def open_share(self, share: Share, *, lent: bool = False) -> Iteration:
         """For loaders, with `lent`: the iteration over a share of `shares`, in this process or in a worker's."""
@@ -460,10 +506,18 @@ class StreamDataset(IterableDataset[Any]):
             iteration.contents(),
         ).encode()
 
-    def encode_state(self, epoch: int, partitions: dict[int, PartitionState], contents: dict[str, bytes]) -> State:
-        """For loaders: the state of this rank with its `partitions` so."""
+    def encode_state(
+        self,
+        epoch: int,
+        partitions: dict[int, PartitionState],
+        contents: dict[str, bytes],
+        batches: int,
+        *,
+        ended: bool,
+    ) -> State:
+        """For loaders: the state of this rank with its `partitions` so, after `batches` of the epoch."""
         scope = scope_name(replace(self._reader, worker=0, workers=1))
-        return Snapshot(scope, self._fingerprint(), epoch, partitions, contents).encode()
+        return Snapshot(scope, self._fingerprint(), epoch, partitions, contents, batches, ended).encode()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from `state` with the next iteration, which consumes it.
@@ -493,9 +547,18 @@ class StreamDataset(IterableDataset[Any]):
         if get_worker_info() is None:
             self._shared[_WORKERS_READ] = self._shared[_CONSUMED_BY] = 0
         if not self._repeat:
-            self._shared[_EPOCH] = snapshot.epoch  # also from a worker: all of them load the same epoch
-        self._pending_pid = os.getpid()
-        self._pending = Snapshot(snapshot.scope, self._fingerprint(), snapshot.epoch, partitions, snapshot.contents)
+            self._load_epoch(snapshot)
+        self._pending_pid, self._rest_first = os.getpid(), False
+        self._pending = replace(snapshot, fingerprint=self._fingerprint(), partitions=partitions)
+
+    def _load_epoch(self, snapshot: Snapshot) -> None:
+        """The epoch that comes after the loaded state. All workers load states of the same epoch, some perhaps of its end:
+        whoever comes last must not take back the step to the next that those make.
+        """
+        if snapshot.at_end:
+            self._shared[_EPOCH] = snapshot.epoch + 1
+        elif get_worker_info() is None or int(self._shared[_EPOCH]) != snapshot.epoch + 1:
+            self._shared[_EPOCH] = snapshot.epoch
 
     def _restart_steps(self, part: PartitionState) -> PartitionState:
         return PartitionState(part.turn, part.done, start_cursor(self.steps, innermost(part.cursor)))

@@ -36,6 +36,7 @@ class Share:
     live: dict[int, PartitionState]
     carried: dict[int, PartitionState]
     contents: dict[str, bytes]
+    batches: int = 0  # that a loader handed out earlier in this epoch
 
 
 class Book:

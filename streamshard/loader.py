@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from streamshard.dataset import StreamDataset, left_in_the_middle
 from streamshard.errors import UsageError, WorkerError
-from streamshard.iteration import Share
+from streamshard.iteration import Mark, Share
 from streamshard.loading.formed import Source
 from streamshard.loading.local import LocalSource, NextBuffers
-from streamshard.loading.position import Position
+from streamshard.loading.positioned import PositionedLoader
 from streamshard.loading.processes import ProcessSource, WorkerGroup
 from streamshard.loading.run import BufferPool, Run, Staging, no_buffers, pinned
 from streamshard.loading.worker import Job
@@ -26,14 +26,13 @@ from streamshard.observe.events import LoaderCounters, StorageCounters
 from streamshard.staging.buffers import Buffers
 from streamshard.staging.device import check_device, open_device
 from streamshard.staging.stager import Slot
-from streamshard.state import State
 from streamshard.steps.tensors import Empty, fresh
 from streamshard.steps.tensors import collate as default_collate
 
 _logger = logging.getLogger("streamshard")
 
 
-class StreamLoader:
+class StreamLoader(PositionedLoader):
     """Batches of a dataset, read ahead while the training loop computes.
 
     dataset: what to read. The loader has its state from the first batch on.
@@ -83,7 +82,7 @@ class StreamLoader:
         _check_workers(workers, start_method)
         self._device = check_device(device, pin_memory=pin_memory)
         _check_staging(self._device, static_buffers, dtypes)
-        self.dataset = dataset
+        super().__init__(dataset)
         self._batch_size = batch_size
         self._collate = collate
         self._workers = workers
@@ -96,7 +95,6 @@ class StreamLoader:
         self._dtypes = dict(dtypes or {})
         self._places: list[Slot] = []
         self._accumulation = accumulation
-        self._position: Position | None = None  # none until the first batch is asked for
         self._run: Run | None = None
         self._last: Run | None = None  # one that was closed, which still knows its contents
         self._kept: dict[str, bytes] = {}  # contents of a closed run with workers
@@ -116,17 +114,21 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Any]:
         run = self._begin()
+        position, end = run.position, None
         try:
-            while (formed := run.take()) is not None:
+            while not position.complete and (formed := run.take()) is not None:
                 if formed.last:
-                    run.acknowledge(run.position.finish(formed.marks))
-                    self.dataset.finish(run.position.epoch)
-                    return
-                added = run.position.advance(formed.marks)
-                if added is not None:
-                    run.acknowledge(added)
+                    self._ended(position, formed.marks)
+                    break
+                if position.handed_out + 1 == position.expected:  # whoever counts may not come again to hear of the end
+                    end = run.take()
+                self._handed_out(position, formed.marks)
+                if end is not None:
+                    self._ended(position, end.marks)
                 yield formed.batch
-            if run is not self._run:
+            if position.complete:
+                self._confirm_end_unless_by_call()
+            elif run is not self._run:
                 raise UsageError(
                     "this iterator was ended by a newer one, or by close(), of the same StreamLoader; use one at a time"
                 )
@@ -137,16 +139,17 @@ class StreamLoader:
         """A new run. Nothing is changed before it stands, so that a start that fails can be tried again."""
         self._end_run()
         last = None if self.dataset.has_pending_state else self._position
-        if last is not None and not last.exhausted and last.batches:
+        if last is not None and not last.complete and last.handed_out:
             _logger.warning(left_in_the_middle(self.dataset.epoch))
         shares = self.dataset.shares(self._workers)
+        position = self._new_position(shares, self._accumulation)
         staging = self._staging()
         pool = staging.pool if staging is not None else None
         source = self._source(shares, pool.next if pool is not None else no_buffers)
         self.dataset.lend(shares[0])
-        self._position = Position(shares, self._accumulation)
+        self._position = position
         pins = staging is None and bool(self._pin_memory)
-        self._run = Run(source, self._position, self._prefetch, staging, pin=pins)
+        self._run = Run(source, position, self._prefetch, staging, pin=pins)
         return self._run
 
     def _staging(self) -> Staging | None:
@@ -211,30 +214,29 @@ class StreamLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---------------------------------------------------------------------------------------------------- state
+    # -------------------------------------------------------------------------------- what the base class asks for
 
-    def state_dict(self) -> State:
-        """The state after the last batch handed out, or the last complete optimizer step; as `StreamDataset.state_dict`.
+    def _reading(self) -> int:
+        return self._workers
 
-        With ``accumulation`` and off a boundary it is the boundary's, which is logged once.
-        """
-        if self._position is None or self.dataset.has_pending_state:
-            return self.dataset.state_dict()
-        self._position.warn_off_boundary()
+    def _count(self, items: Sequence[int]) -> int:
+        size = self._batch_size or 1
+        apart = self._collate is not None and self._workers > 0  # each worker's items are batched by themselves
+        return sum(-(-n // size) for n in (items if apart else [sum(items)]))
+
+    def _contents(self) -> dict[str, bytes]:
         run = self._run or self._last
-        contents = run.contents() if run is not None else self._kept
-        return self.dataset.encode_state(self._position.epoch, self._position.partitions(), contents)
+        return run.contents() if run is not None else self._kept
 
-    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
-        """Go on from `state` with the next iteration; `allow` and errors as in `StreamDataset.load_state_dict`."""
-        self.dataset.load_state_dict(state, allow)
+    def _acknowledge(self, marks: Mapping[int, Mark]) -> None:
+        if self._run is not None:
+            self._run.acknowledge(marks)
+
+    def _reset(self) -> None:
         self._end_run()
-        self._position, self._last, self._kept = None, None, {}
-        self.dataset.resolve_partitions(self._workers)
+        self._last, self._kept = None, {}
 
-    def set_epoch(self, epoch: int) -> None:
-        """As `StreamDataset.set_epoch`."""
-        self.dataset.set_epoch(epoch)
+    # ----------------------------------------------------------------------------------------------------- counters
 
     def counters(self) -> LoaderCounters:
         """What was handed out so far in this iteration, how long it was waited for, and what steps have dropped."""
@@ -242,7 +244,7 @@ class StreamLoader:
         if position is None or run is None:
             return LoaderCounters()
         waits, seconds = run.waited()
-        return LoaderCounters(position.batches, waits, seconds, self.dataset.dropped(position.partitions()))
+        return LoaderCounters(position.handed_out, waits, seconds, self.dataset.dropped(position.partitions()))
 
     def storage_counters(self) -> StorageCounters:
         """As `StreamDataset.storage_counters`: of this process. Workers have their own store, and count with `on_event`."""

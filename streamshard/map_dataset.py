@@ -204,6 +204,7 @@ class IndexSampler(Sampler[int]):
         self._iteration_epoch = 0
         self._advance = False
         self._pending: Snapshot | None = None
+        self._rest_first = False  # see StreamDataset
         self._runs: list[_IndexRun] = []
         self._carried: dict[int, PartitionState] = {}
         self._resolved = partitions
@@ -245,10 +246,10 @@ class IndexSampler(Sampler[int]):
         """Choose the epoch of the next iteration."""
         if not isinstance(epoch, int) or epoch < 0:
             raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
-        if self._pending is not None and epoch != self._pending.epoch:
-            raise UsageError(
-                f"set_epoch({epoch}) contradicts the loaded state, which is in epoch {self._pending.epoch}"
-            )
+        pending = self._pending
+        if pending is not None and epoch != pending.epoch and not (pending.at_end and epoch == pending.epoch + 1):
+            raise UsageError(f"set_epoch({epoch}) contradicts the loaded state, which is in epoch {pending.epoch}")
+        self._rest_first = pending is not None and epoch == pending.epoch
         self._epoch, self._advance = epoch, False
 
     def __iter__(self) -> Iterator[int]:
@@ -258,8 +259,10 @@ class IndexSampler(Sampler[int]):
             check_scope(pending.scope, reader)
         check_divides(self.partitions, reader)
         self._pending = None  # consumed only now: a state that was refused is refused again
+        if pending is not None and pending.at_end and not self._rest_first:
+            pending, self._epoch, self._advance = None, pending.epoch, True  # as the finished sampler itself goes on
         self._epoch = pending.epoch if pending is not None else self._epoch + self._advance
-        self._advance = False
+        self._advance = self._rest_first = False
         self._reader, self._iteration_epoch = reader, self._epoch
         fresh = {p: PartitionState(turn=0, done=False, cursor=(self._epoch, 0)) for p in range(self.partitions)}
         states = pending.partitions if pending is not None and pending.partitions else fresh
@@ -297,6 +300,7 @@ class IndexSampler(Sampler[int]):
             )
         self._resolved = snapshot.fingerprint["partitions"] if self._asked is None else self._asked
         self._pending = Snapshot(snapshot.scope, self._fingerprint(), snapshot.epoch, snapshot.partitions)
+        self._rest_first = False
 
     def _fingerprint(self) -> dict[str, Any]:
         return {

@@ -9,6 +9,8 @@ A state is a dictionary of plain immutable leaves (int, str, bytes), safe for ms
     epoch        the epoch of a finite iteration; with repeat=True the first one (each partition's cursor has its own)
     partitions   {"0": JSON of [turn, done, cursor], ...}
     contents     {"0,2,4": bytes, ...}, only with snapshot="contents": samples that a resume then need not read again
+    batches      only of loaders: how many batches of the epoch a rank had handed out
+    ended        only of loaders: 0 while the end of the epoch has not shown, even if no item is left
 """
 
 from __future__ import annotations
@@ -54,6 +56,13 @@ class Snapshot:
     epoch: int
     partitions: dict[int, PartitionState] = field(default_factory=dict)
     contents: dict[str, bytes] = field(default_factory=dict)
+    batches: int | None = None
+    ended: bool = True
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the reader saw the end of the epoch, so that going on means the next."""
+        return self.ended and bool(self.partitions) and all(part.done for part in self.partitions.values())
 
     def encode(self) -> State:
         """A new dictionary; nothing in it is shared with anything live."""
@@ -66,6 +75,9 @@ class Snapshot:
         }
         if self.contents:
             state["contents"] = dict(self.contents)
+        if self.batches is not None:
+            state["batches"] = self.batches
+            state["ended"] = int(self.ended)
         return state
 
 
@@ -85,6 +97,8 @@ def decode_state(state: Any) -> Snapshot:
             epoch=int(state["epoch"]),
             partitions={int(p): PartitionState.decode(text) for p, text in state["partitions"].items()},
             contents=dict(state.get("contents", {})),
+            batches=state.get("batches"),
+            ended=bool(state.get("ended", True)),
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise StateError(
@@ -180,7 +194,10 @@ def merge_states(states: Sequence[State]) -> State:
             f"({_short([s.scope for s in snapshots])}); pass the states of all ranks and workers"
         )
     contents = {key: blob for snapshot in snapshots for key, blob in snapshot.contents.items()}
-    return Snapshot("full", first.fingerprint, first.epoch, partitions, contents).encode()
+    counts = [snapshot.batches for snapshot in snapshots if snapshot.batches is not None]
+    batches = max(counts) if len(counts) == len(snapshots) else None
+    ended = all(snapshot.ended for snapshot in snapshots)
+    return Snapshot("full", first.fingerprint, first.epoch, partitions, contents, batches, ended).encode()
 
 
 def _short(value: Any) -> str:

@@ -140,16 +140,38 @@ def test_epochs_after_a_resume_are_complete_and_differ(dataset_203):
     assert len({tuple(epoch) for epoch in (first, second, third, fourth)}) == 4
 
 
-def test_a_state_saved_at_the_end_resumes_to_an_empty_tail_and_then_the_next_epoch(dataset_203):
+def test_a_state_saved_at_the_end_resumes_to_the_next_epoch_as_the_finished_run_goes_on(dataset_203):
     dataset = ss.StreamDataset(dataset_203, partitions=4)
     first = ids(dataset)
     resumed = ss.StreamDataset(dataset_203, partitions=4)
     resumed.load_state_dict(dataset.state_dict())
-    assert ids(resumed) == []
+    assert resumed.epoch == 1
     second = ids(resumed)
     assert sorted(second) == list(range(203))
     assert second != first
     assert second == ids(dataset)
+
+
+def test_after_set_epoch_of_its_own_epoch_a_state_saved_at_the_end_gives_the_empty_rest_of_it(dataset_203):
+    dataset = ss.StreamDataset(dataset_203, partitions=4)
+    ids(dataset)
+    resumed = ss.StreamDataset(dataset_203, partitions=4)
+    resumed.load_state_dict(dataset.state_dict())
+    resumed.set_epoch(0)
+    assert ids(resumed) == []
+    resumed.set_epoch(1)
+    assert ids(resumed) == ids(dataset)
+
+
+def test_a_state_saved_at_the_end_accepts_its_own_epoch_and_the_next_and_no_other(dataset_203):
+    dataset = ss.StreamDataset(dataset_203, partitions=4)
+    ids(dataset)
+    resumed = ss.StreamDataset(dataset_203, partitions=4)
+    resumed.load_state_dict(dataset.state_dict())
+    resumed.set_epoch(1)
+    with pytest.raises(ss.UsageError, match=r"set_epoch\(2\) contradicts .* at the end of epoch 0; .* set_epoch\(1\)"):
+        resumed.set_epoch(2)
+    assert ids(resumed) == ids(dataset)
 
 
 def test_loading_twice_uses_the_last_state_and_saving_before_the_first_item_returns_it(dataset_203):

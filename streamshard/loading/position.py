@@ -1,9 +1,11 @@
-"""Where a loader stands: what was handed out, and with accumulation what belongs to complete optimizer steps."""
+"""Where a loader stands: what was handed out, what of it is confirmed, and with accumulation what belongs to whole steps."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from streamshard.iteration import Mark, Share
 from streamshard.state import PartitionState
@@ -11,38 +13,74 @@ from streamshard.state import PartitionState
 _logger = logging.getLogger("streamshard")
 
 
-class Position:
-    """The partitions of a rank after the last batch handed out, or after the last `accumulation` of them."""
+class _Handed(NamedTuple):
+    marks: Mapping[int, Mark]
+    end: bool
 
-    def __init__(self, shares: list[Share], accumulation: int) -> None:
+
+class Position:
+    """The partitions of a rank after the last batch confirmed, or after the last `accumulation` of them.
+
+    A batch is confirmed as it is handed out, unless whoever reads does that itself because it looks ahead. The end of an epoch
+    is an entry of its own after the last batch. before: batches of this epoch in earlier lives. expected: batches that are
+    left of it, where that is known.
+    """
+
+    def __init__(
+        self, shares: list[Share], accumulation: int = 1, before: int = 0, expected: int | None = None
+    ) -> None:
         self.epoch = shares[0].epoch
-        self.batches = 0  # handed out
-        self.exhausted = False
+        self.before = before
+        self.expected = expected
+        self.handed_out = 0
+        self.complete = False  # nothing more of the epoch is to be handed out
+        self.ended = False  # and that is confirmed
         self._accumulation = accumulation
         self._begin = {p: state for share in shares for p, state in {**share.carried, **share.live}.items()}
+        self._handed: deque[_Handed] = deque()  # and not confirmed
         self._marks: dict[int, Mark] = {}
-        self._since: dict[int, Mark] = {}  # of batches after the last boundary
+        self._since: dict[int, Mark] = {}  # of batches confirmed after the last boundary
+        self._confirmed = self._at_boundary = 0
         self._told = False
 
-    def advance(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
-        """A batch is handed out. Returns what became part of the state by it, if anything did."""
-        self.batches += 1
-        if self._accumulation == 1:
-            self._marks.update(marks)
-            return marks
-        self._since.update(marks)
-        return self._boundary() if self.batches % self._accumulation == 0 else None
+    def hand_out(self, marks: Mapping[int, Mark]) -> None:
+        """A batch goes out."""
+        self.handed_out += 1
+        self._handed.append(_Handed(marks, end=False))
 
-    def finish(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark]:
-        """The end: it completes the optimizer step that it finds begun."""
-        self.exhausted = True
-        self._since.update(marks)
-        return self._boundary()
+    def end(self, marks: Mapping[int, Mark]) -> None:
+        """There is nothing more."""
+        self.complete = True
+        self._handed.append(_Handed(marks, end=True))
 
-    def _boundary(self) -> Mapping[int, Mark]:
-        added, self._since = self._since, {}
+    @property
+    def unconfirmed(self) -> int:
+        """Batches handed out and not confirmed."""
+        return sum(not handed.end for handed in self._handed)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all batches are confirmed and the end is what comes next."""
+        return bool(self._handed) and self._handed[0].end
+
+    def confirm(self) -> Mapping[int, Mark]:
+        """The earliest entry not confirmed is now part of what was read. Returns what became part of the state by it."""
+        marks, end = self._handed.popleft()
+        self._since.update(marks)
+        if not end:
+            self._confirmed += 1
+            if self._confirmed % self._accumulation:
+                return {}
+        self.ended = end
+        added, self._since = self._since, {}  # the end completes the optimizer step that it finds begun
         self._marks.update(added)
+        self._at_boundary = self._confirmed
         return added
+
+    @property
+    def batches(self) -> int:
+        """Batches of this epoch up to the state, those of earlier lives included."""
+        return self.before + self._at_boundary
 
     def partitions(self) -> dict[int, PartitionState]:
         """Where the partitions stand."""
@@ -55,5 +93,5 @@ class Position:
             _logger.warning(
                 "state_dict() after batch %d, in the middle of an optimizer step of %d: the state is that of the last complete "
                 "step, and a resume repeats the %d batches after it. Save after optimizer.step()",
-                self.batches, self._accumulation, self.batches % self._accumulation,
+                self._confirmed, self._accumulation, self._confirmed % self._accumulation,
             )  # fmt: skip

@@ -63,6 +63,9 @@ class Batch:
         upstream: Cursor = cursor[0]
         return upstream
 
+    def left(self, upstream: int, cursor: Cursor) -> int:  # noqa: ARG002  (between batches it holds nothing)
+        return upstream // self.size if self.drop_last else -(-upstream // self.size)
+
     def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:  # noqa: ARG002  (the protocol's)
         return _BatchStage(self, upstream, cursor)
 

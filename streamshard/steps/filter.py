@@ -63,6 +63,9 @@ class Filter:
         upstream: Cursor = cursor[0]
         return upstream
 
+    def left(self, upstream: int, cursor: Cursor) -> None:
+        """Only reading tells."""
+
     def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
         return _FilterStage(self, upstream, cursor, context)
 

@@ -41,6 +41,9 @@ class FlatMap:
         upstream: Cursor = cursor[0]
         return upstream
 
+    def left(self, upstream: int, cursor: Cursor) -> None:
+        """Only reading tells."""
+
     def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
         return _FlatMapStage(self, upstream, cursor, context)
 

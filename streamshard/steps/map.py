@@ -68,6 +68,9 @@ class Map:
     def inner(self, cursor: Cursor) -> Cursor:
         return cursor if self.batch is None else cursor[0]
 
+    def left(self, upstream: int, cursor: Cursor) -> int:
+        return upstream if self.batch is None else upstream - int(cursor[1])
+
     def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
         if self.threads is not None and context.pools is not None:
             return _ThreadedMapStage(self, upstream, cursor, context, context.pools)

@@ -12,7 +12,7 @@ from streamshard.steps.batch import Batch
 from streamshard.steps.map import Map
 from streamshard.steps.step import Stage, Step, StepContext
 
-_STEP_VERBS = ("label", "fingerprint", "start", "inner", "open")
+_STEP_VERBS = ("label", "fingerprint", "start", "inner", "left", "open")
 
 
 def check_steps(steps: Sequence[Any]) -> None:
@@ -50,6 +50,30 @@ def open_stages(
     for place, step in enumerate(steps):
         stage = step.open(stage, cursors.pop(), replace(context, place=place))
     return stage
+
+
+def items_left(steps: Sequence[Step], cursor: Cursor, samples: int) -> int | None:
+    """Items that a partition at `cursor`, whose source has `samples` to come in this finite epoch, will still give.
+
+    None where only reading tells; `uncounted` says which step it is.
+    """
+    cursors = [cursor]
+    for step in reversed(steps):
+        cursors.append(step.inner(cursors[-1]))
+    left: int | None = samples
+    for step, own in zip(steps, cursors[-2::-1], strict=True):
+        if left is None:
+            return None
+        left = step.left(left, own)
+    return left
+
+
+def uncounted(steps: Sequence[Step]) -> str | None:
+    """The first step that makes the number of items unknown before they are read."""
+    for step in steps:
+        if step.left(1, step.start(())) is None:
+            return step.label
+    return None
 
 
 def steps_fingerprint(steps: Sequence[Step]) -> list[dict[str, Any]]:

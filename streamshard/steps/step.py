@@ -67,6 +67,9 @@ class Step(Protocol):
     def inner(self, cursor: Cursor) -> Cursor:
         """Where the upstream must stand for a stage resumed at `cursor`."""
 
+    def left(self, upstream: int, cursor: Cursor) -> int | None:
+        """Items still to come at `cursor` of a finite epoch when `upstream` are to come above; None: only reading tells."""
+
     def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
         """A stage that goes on from `cursor`."""
 

@@ -39,11 +39,17 @@ def assert_exact_resume(
     stops: after how many items to stop. Default: after every one, and before the first.
     chain: stop and resume this many times in a row at each place (a state made by a resumed run must be as good).
 
+    Without `items`, the state at the end must resume to what the finished run itself gives next: the next epoch.
+
     Each state passes through msgpack on its way, as a checkpoint on disk would. Items are compared by content: arrays and
     tensors by dtype, shape and bytes. Raises AssertionError naming the stop and the first item that differs.
     """
-    whole = _digests(factory(), items)
+    finished = factory()
+    whole = _digests(finished, items)
     resumes = 0
+    if items is None:
+        _check_end(factory(), finished)
+        resumes += 1
     for stop in range(len(whole) + 1) if stops is None else stops:
         for lives in range(2, chain + 2):
             got, states = _in_lives(factory, len(whole), stop, lives, endless=items is not None)
@@ -72,9 +78,18 @@ def _in_lives(
         wanted = stop if life == 0 else 1
         if last:
             wanted = max(0, total - len(got)) if endless else total + 1
-        got += _digests(run, wanted)
+        found = _digests(run, wanted)
+        got += found
         states.append(run.state_dict())
+        if len(found) < wanted:
+            break  # it saw the end, and going on would mean the next epoch
     return got, states
+
+
+def _check_end(resumed: Resumable, finished: Resumable) -> None:
+    resumed.load_state_dict(_through_msgpack(finished.state_dict()))
+    if _digests(resumed, 1) != _digests(finished, 1):
+        raise AssertionError("the state at the end of the run does not resume to what the run itself gives next")
 
 
 def _digests(run: Iterable[Any], count: int | None) -> list[bytes]:

@@ -143,13 +143,12 @@ def test_asking_for_counters_neither_tells_of_a_boundary_nor_keeps_state_dict_fr
     batches.close()
 
 
-def test_the_end_of_a_pass_completes_the_optimizer_step_begun(dataset_47):
+def test_the_end_of_a_pass_completes_the_optimizer_step_begun_and_resumes_to_the_next_epoch(dataset_47):
     loader = loader_of(dataset_47, ss.Map(fixed), accumulation=5)  # 12 batches
     list(loader)
     resumed = loader_of(dataset_47, ss.Map(fixed), accumulation=5)
     resumed.load_state_dict(loader.state_dict())
-    assert list(resumed) == []
-    assert len(list(resumed)) == 12
+    assert ids(resumed) == ids(loader)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -1,0 +1,125 @@
+"""What loaders of a `StreamDataset` have in common: the state of what was handed out, confirmation, and the length."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from streamshard.dataset import StreamDataset
+from streamshard.errors import UsageError
+from streamshard.iteration import Mark, Share
+from streamshard.loading.position import Position
+from streamshard.state import State
+
+
+class PositionedLoader:
+    """Base of loaders that hand out batches and know where partitions stood after each of them."""
+
+    dataset: StreamDataset
+
+    def __init__(self, dataset: StreamDataset) -> None:
+        self.dataset = dataset
+        self._position: Position | None = None  # none until the first batch is asked for
+        self._by_call = False
+
+    # ------------------------------------------------------------------------------------- what a loader has to say
+
+    def _reading(self) -> int:
+        """Worker processes; 0: this process reads."""
+        raise NotImplementedError
+
+    def _count(self, items: Sequence[int]) -> int:
+        """The batches made of so many items, which are those of this process or of each worker."""
+        raise NotImplementedError
+
+    def _contents(self) -> dict[str, bytes]:
+        """The samples of a contents snapshot."""
+        raise NotImplementedError
+
+    def _acknowledge(self, marks: Mapping[int, Mark]) -> None:
+        """`marks` became part of the state."""
+
+    def _reset(self) -> None:
+        """A state was loaded: what is being read is of no use any more."""
+
+    # --------------------------------------------------------------------------------------------------- confirming
+
+    def confirm_by_call(self) -> None:
+        """From now on a batch counts for the state when `confirm` is called for it, not when it is handed out.
+
+        For trainers that take batches ahead of the one they train on: without this, a checkpoint is ahead of the training, and
+        the batches in between are never trained on.
+        """
+        self._by_call = True
+
+    def confirm(self) -> None:
+        """The earliest batch handed out and not confirmed was trained on. Raises `UsageError` if there is none."""
+        position = self._position
+        if position is None or not position.unconfirmed:
+            raise UsageError("confirm() was called more often than batches were handed out; call it once for each")
+        self._acknowledge(position.confirm())
+
+    def confirm_end(self) -> None:
+        """The epoch is over: if all its batches are confirmed, the state is that of its end, and a resume begins the next."""
+        if self._position is not None and self._position.at_end:
+            self._acknowledge(self._position.confirm())
+
+    def _confirm_end_unless_by_call(self) -> None:
+        if not self._by_call:
+            self.confirm_end()
+
+    def _handed_out(self, position: Position, marks: Mapping[int, Mark]) -> None:
+        position.hand_out(marks)
+        if not self._by_call:
+            self._acknowledge(position.confirm())
+
+    def _ended(self, position: Position, marks: Mapping[int, Mark]) -> None:
+        position.end(marks)
+        self.dataset.finish(position.epoch)
+
+    # ----------------------------------------------------------------------------------------------------- position
+
+    def _new_position(self, shares: list[Share], accumulation: int = 1) -> Position:
+        items = self.dataset.items_left(shares)
+        return Position(shares, accumulation, shares[0].batches, None if items is None else self._count(items))
+
+    def __len__(self) -> int:
+        """Batches of this rank in the current epoch, those that a resumed run had before included.
+
+        Raises TypeError, as torch's loaders do, where the count cannot be known: with ``repeat=True``, and with steps other
+        than `Map` and `Batch`. Opens the manifest.
+        """
+        position = self._position
+        if position is None or position.complete or self.dataset.has_pending_state:
+            shares = self.dataset.shares(self._reading())
+            position = self._new_position(shares)
+        if position.expected is None:
+            raise TypeError(f"the number of batches is not known: {self.dataset.why_uncounted()}")
+        return position.before + position.expected
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> State:
+        """The state after the last batch handed out, or the last complete optimizer step; as `StreamDataset.state_dict`.
+
+        With ``accumulation`` and off a boundary it is the boundary's, which is logged once. After `confirm_by_call` it is that
+        of the last batch confirmed.
+        """
+        position = self._position
+        if position is None or self.dataset.has_pending_state:
+            return self.dataset.state_dict()
+        position.warn_off_boundary()
+        return self.dataset.encode_state(
+            position.epoch, position.partitions(), self._contents(), position.batches, ended=position.ended
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+        """Go on from `state` with the next iteration; `allow` and errors as in `StreamDataset.load_state_dict`."""
+        self.dataset.load_state_dict(state, allow)
+        self._reset()
+        self._position = None
+        self.dataset.resolve_partitions(self._reading())
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `StreamDataset.set_epoch`."""
+        self.dataset.set_epoch(epoch)
