@@ -12,6 +12,7 @@ from streamshard.errors import (
     UsageError,
     WorkerError,
 )
+from streamshard.frameworks.track import TrackedLoader, track
 from streamshard.loader import StreamLoader
 from streamshard.map_dataset import MapDataset
 from streamshard.order.cursor import Ref
@@ -43,6 +44,7 @@ __all__ = [
     "StreamLoader",
     "StreamshardError",
     "Topology",
+    "TrackedLoader",
     "UsageError",
     "WorkerError",
     "WriterProgress",
@@ -50,4 +52,5 @@ __all__ = [
     "commit_writers",
     "merge_states",
     "open_manifest",
+    "track",
 ]

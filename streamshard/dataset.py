@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
-from streamshard.iteration import Book, Iteration, Share, dropped
+from streamshard.iteration import Book, Iteration, Mark, Share, dropped
 from streamshard.observe.events import Hook, StorageCounters
 from streamshard.order.cursor import innermost
 from streamshard.order.partition import ALGORITHM, OrderSpec
@@ -325,7 +325,8 @@ class StreamDataset(IterableDataset[Any]):
         epoch = self.epoch
         if pending is not None:
             check_scope(pending.scope, whole)
-            self._report_ragged(pending)
+            if len(pending.workers) != len(readers):
+                self._report_ragged(pending)
             epoch = pending.epoch
             if self._begins_next(pending):
                 pending, epoch = None, epoch + 1
@@ -389,6 +390,8 @@ class StreamDataset(IterableDataset[Any]):
         states = snapshot.partitions
         done = {p for p, state in states.items() if state.done}
         live, carried = self._divide(snapshot.scope, {p: state.turn for p, state in states.items()}, done, reader)
+        if len(snapshot.workers) == reader.workers > 1:  # the same workers go on, each with what it had
+            live = [p for p in snapshot.workers[reader.worker] if p not in done]
         blobs = {key: blob for key, blob in snapshot.contents.items() if set(live) & set(map(int, key.split(",")))}
         return Share(
             reader,
@@ -421,6 +424,16 @@ class StreamDataset(IterableDataset[Any]):
         if self._repeat:
             return "repeat=True has no end"
         return f"what leaves {uncounted(self.steps)} is known only after reading"
+
+    def marks(self) -> dict[int, Mark]:
+        """For loaders: where the partitions that this process reads stand after the last item yielded."""
+        iteration = self._current_iteration()
+        return {} if iteration is None else {run.p: run.mark() for run in iteration.runs}
+
+    def contents(self) -> dict[str, bytes]:
+        """For loaders: the samples of a contents snapshot of the iteration in this process."""
+        iteration = self._current_iteration()
+        return {} if iteration is None else iteration.contents()
 
     def open_share(self, share: Share, *, lent: bool = False) -> Iteration:
         """For loaders, with `lent`: the iteration over a share of `shares`, in this process or in a worker's."""
@@ -514,10 +527,12 @@ class StreamDataset(IterableDataset[Any]):
         batches: int,
         *,
         ended: bool,
+        workers: Sequence[Sequence[int]] = (),
     ) -> State:
         """For loaders: the state of this rank with its `partitions` so, after `batches` of the epoch."""
         scope = scope_name(replace(self._reader, worker=0, workers=1))
-        return Snapshot(scope, self._fingerprint(), epoch, partitions, contents, batches, ended).encode()
+        turns = tuple(map(tuple, workers))
+        return Snapshot(scope, self._fingerprint(), epoch, partitions, contents, batches, ended, turns).encode()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from `state` with the next iteration, which consumes it.

@@ -6,14 +6,13 @@ it. Those of the last batch handed out are the state, so nothing that waits is i
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from streamshard.dataset import StreamDataset, left_in_the_middle
+from streamshard.dataset import StreamDataset
 from streamshard.errors import UsageError, WorkerError
 from streamshard.iteration import Mark, Share
 from streamshard.loading.formed import Source
@@ -28,8 +27,6 @@ from streamshard.staging.device import check_device, open_device
 from streamshard.staging.stager import Slot
 from streamshard.steps.tensors import Empty, fresh
 from streamshard.steps.tensors import collate as default_collate
-
-_logger = logging.getLogger("streamshard")
 
 
 class StreamLoader(PositionedLoader):
@@ -138,9 +135,7 @@ class StreamLoader(PositionedLoader):
     def _begin(self) -> Run:
         """A new run. Nothing is changed before it stands, so that a start that fails can be tried again."""
         self._end_run()
-        last = None if self.dataset.has_pending_state else self._position
-        if last is not None and not last.complete and last.handed_out:
-            _logger.warning(left_in_the_middle(self.dataset.epoch))
+        self._warn_if_left_in_the_middle()
         shares = self.dataset.shares(self._workers)
         position = self._new_position(shares, self._accumulation)
         staging = self._staging()

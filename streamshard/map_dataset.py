@@ -260,7 +260,8 @@ class IndexSampler(Sampler[int]):
         check_divides(self.partitions, reader)
         self._pending = None  # consumed only now: a state that was refused is refused again
         if pending is not None and pending.at_end and not self._rest_first:
-            pending, self._epoch, self._advance = None, pending.epoch, True  # as the finished sampler itself goes on
+            self._epoch, self._advance = pending.epoch, True  # as the finished sampler itself goes on
+            pending = None
         self._epoch = pending.epoch if pending is not None else self._epoch + self._advance
         self._advance = self._rest_first = False
         self._reader, self._iteration_epoch = reader, self._epoch

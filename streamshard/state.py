@@ -11,6 +11,7 @@ A state is a dictionary of plain immutable leaves (int, str, bytes), safe for ms
     contents     {"0,2,4": bytes, ...}, only with snapshot="contents": samples that a resume then need not read again
     batches      only of loaders: how many batches of the epoch a rank had handed out
     ended        only of loaders: 0 while the end of the epoch has not shown, even if no item is left
+    workers      only of loaders whose workers' batches take turns: JSON, the partitions of each worker, the next one first
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Snapshot:
     contents: dict[str, bytes] = field(default_factory=dict)
     batches: int | None = None
     ended: bool = True
+    workers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def at_end(self) -> bool:
@@ -78,6 +80,8 @@ class Snapshot:
         if self.batches is not None:
             state["batches"] = self.batches
             state["ended"] = int(self.ended)
+        if self.workers:
+            state["workers"] = json.dumps(self.workers, separators=(",", ":"))
         return state
 
 
@@ -99,6 +103,7 @@ def decode_state(state: Any) -> Snapshot:
             contents=dict(state.get("contents", {})),
             batches=state.get("batches"),
             ended=bool(state.get("ended", True)),
+            workers=freeze(json.loads(state.get("workers", "[]"))),
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise StateError(

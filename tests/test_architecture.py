@@ -21,6 +21,14 @@ LAYERS = {  # folder -> what of the package it may import besides itself, order 
     "distributed": set(),
     "observe": set(),
     "staging": set(),
+    "frameworks": {
+        "streamshard.dataset",
+        "streamshard.iteration",
+        "streamshard.loader",
+        "streamshard.loading",
+        "streamshard.state",
+        "streamshard.distributed",
+    },
     "loading": {
         "streamshard.iteration",
         "streamshard.dataset",
@@ -53,6 +61,7 @@ HOMES = {  # third-party package -> the only files that may import it
         "loading/run.py",
         "loading/worker.py",
         "loading/parts.py",
+        "frameworks/track.py",
     },
 }
 PURE = {"threading", "concurrent", "time", "random", "os", "io", "socket", "torch", "asyncio", "logging"}

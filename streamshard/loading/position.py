@@ -16,6 +16,7 @@ _logger = logging.getLogger("streamshard")
 class _Handed(NamedTuple):
     marks: Mapping[int, Mark]
     end: bool
+    worker: int
 
 
 class Position:
@@ -36,6 +37,8 @@ class Position:
         self.complete = False  # nothing more of the epoch is to be handed out
         self.ended = False  # and that is confirmed
         self._accumulation = accumulation
+        self.last_worker = -1  # that made the last batch confirmed
+        self.workers = [tuple(share.live) for share in shares]
         self._begin = {p: state for share in shares for p, state in {**share.carried, **share.live}.items()}
         self._handed: deque[_Handed] = deque()  # and not confirmed
         self._marks: dict[int, Mark] = {}
@@ -43,15 +46,15 @@ class Position:
         self._confirmed = self._at_boundary = 0
         self._told = False
 
-    def hand_out(self, marks: Mapping[int, Mark]) -> None:
-        """A batch goes out."""
+    def hand_out(self, marks: Mapping[int, Mark], worker: int = 0) -> None:
+        """A batch goes out; `worker` made it, where that matters."""
         self.handed_out += 1
-        self._handed.append(_Handed(marks, end=False))
+        self._handed.append(_Handed(marks, end=False, worker=worker))
 
     def end(self, marks: Mapping[int, Mark]) -> None:
         """There is nothing more."""
         self.complete = True
-        self._handed.append(_Handed(marks, end=True))
+        self._handed.append(_Handed(marks, end=True, worker=-1))
 
     @property
     def unconfirmed(self) -> int:
@@ -65,10 +68,11 @@ class Position:
 
     def confirm(self) -> Mapping[int, Mark]:
         """The earliest entry not confirmed is now part of what was read. Returns what became part of the state by it."""
-        marks, end = self._handed.popleft()
+        marks, end, worker = self._handed.popleft()
         self._since.update(marks)
         if not end:
             self._confirmed += 1
+            self.last_worker = worker
             if self._confirmed % self._accumulation:
                 return {}
         self.ended = end

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from streamshard.dataset import StreamDataset
+from streamshard.dataset import StreamDataset, left_in_the_middle
 from streamshard.errors import UsageError
 from streamshard.iteration import Mark, Share
 from streamshard.loading.position import Position
 from streamshard.state import State
+
+_logger = logging.getLogger("streamshard")
 
 
 class PositionedLoader:
@@ -35,6 +38,10 @@ class PositionedLoader:
     def _contents(self) -> dict[str, bytes]:
         """The samples of a contents snapshot."""
         raise NotImplementedError
+
+    def _workers_in_turn(self, position: Position) -> Sequence[Sequence[int]]:  # noqa: ARG002  (for some)
+        """The partitions of each worker, the one whose turn is next first, if batches come from one worker each."""
+        return ()
 
     def _acknowledge(self, marks: Mapping[int, Mark]) -> None:
         """`marks` became part of the state."""
@@ -68,8 +75,8 @@ class PositionedLoader:
         if not self._by_call:
             self.confirm_end()
 
-    def _handed_out(self, position: Position, marks: Mapping[int, Mark]) -> None:
-        position.hand_out(marks)
+    def _handed_out(self, position: Position, marks: Mapping[int, Mark], worker: int = 0) -> None:
+        position.hand_out(marks, worker)
         if not self._by_call:
             self._acknowledge(position.confirm())
 
@@ -78,6 +85,11 @@ class PositionedLoader:
         self.dataset.finish(position.epoch)
 
     # ----------------------------------------------------------------------------------------------------- position
+
+    def _warn_if_left_in_the_middle(self) -> None:
+        last = None if self.dataset.has_pending_state else self._position
+        if last is not None and not last.complete and last.handed_out:
+            _logger.warning(left_in_the_middle(self.dataset.epoch))
 
     def _new_position(self, shares: list[Share], accumulation: int = 1) -> Position:
         items = self.dataset.items_left(shares)
@@ -110,8 +122,9 @@ class PositionedLoader:
             return self.dataset.state_dict()
         position.warn_off_boundary()
         return self.dataset.encode_state(
-            position.epoch, position.partitions(), self._contents(), position.batches, ended=position.ended
-        )
+            position.epoch, position.partitions(), self._contents(), position.batches, ended=position.ended,
+            workers=self._workers_in_turn(position),
+        )  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from `state` with the next iteration; `allow` and errors as in `StreamDataset.load_state_dict`."""
