@@ -154,6 +154,7 @@ class StreamDataset(IterableDataset[Any]):
         self._iteration_pid = os.getpid()
         self._told_epoch = False
         self._lent = False  # a loader reads, and it has the state
+        self._asked = False  # an iterator was asked for that has not begun
         # Shared with DataLoader workers, however they are started: see the names of the places below.
         self._shared = torch.zeros(3, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]  # torch
@@ -224,9 +225,16 @@ class StreamDataset(IterableDataset[Any]):
     # ------------------------------------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator function, and an iterator without state_dict: loaders that find a second state on the iterator save
-        # it twice and load it after the order has been fixed.
-        iteration = self._begin()
+        # A generator, which does nothing before the first item, and has no state_dict: loaders that find a second state on
+        # the iterator save it twice and load it after the order has been fixed.
+        self._asked = True
+        return self._items()
+
+    def _items(self) -> Iterator[Any]:
+        try:
+            iteration = self._begin()
+        finally:
+            self._asked = False
         try:
             items = iter(iteration.open())
             for item in items:
@@ -509,7 +517,7 @@ class StreamDataset(IterableDataset[Any]):
                 "the loader's state_dict()"
             )
         iteration = self._current_iteration()
-        if iteration is None:
+        if iteration is None or self._asked:
             return Snapshot("full", self._fingerprint(), self.epoch).encode()
         return Snapshot(
             scope_name(self._reader),

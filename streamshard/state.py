@@ -162,12 +162,16 @@ def _misfit(name: str, saved: Any, current: Any) -> str:
 def merge_states(states: Sequence[State]) -> State:
     """One full state out of the states of all ranks and workers, which resumes on any number of them.
 
+    A state may also be one of torchdata's StatefulDataLoader, whose workers' states are taken out of it. One that was saved
+    between snapshots is refused, since its batches after the snapshot would come again: set ``snapshot_every_n_steps`` to 1 or
+    to the interval of your checkpoints.
+
     Equal duplicates are fine (tensor-parallel peers hold the same partitions). Raises `StateError` for states of different
     runs or epochs, for partitions that two states hold differently, and for missing ones.
     """
     if not states:
         raise StateError("merge_states got no state; pass those of all ranks and workers")
-    snapshots = [decode_state(state) for state in states]
+    snapshots = [decode_state(inner) for state in states for inner in _states_inside(state)]
     first = snapshots[0]
     partitions: dict[int, PartitionState] = {}
     for number, snapshot in enumerate(snapshots):
@@ -203,6 +207,21 @@ def merge_states(states: Sequence[State]) -> State:
     batches = max(counts) if len(counts) == len(snapshots) else None
     ended = all(snapshot.ended for snapshot in snapshots)
     return Snapshot("full", first.fingerprint, first.epoch, partitions, contents, batches, ended).encode()
+
+
+def _states_inside(state: Any) -> list[Any]:
+    """The states of datasets in what a StatefulDataLoader saved; anything else as it is."""
+    if not isinstance(state, Mapping) or "format" in state:
+        return [state]
+    if "_snapshot" not in state:
+        return [state["dataset_state"]] if "dataset_state" in state else [state]
+    behind = state.get("_steps_since_snapshot", 0)
+    if behind:
+        raise StateError(
+            f"a StatefulDataLoader was saved {behind} batches after its last snapshot, and its workers' states are those of "
+            f"the snapshot: merged, these batches would come again. Use snapshot_every_n_steps=1, or save at its multiples"
+        )
+    return [worker["dataset_state"] for worker in state["_snapshot"]["_worker_snapshots"].values()]
 
 
 def _short(value: Any) -> str:

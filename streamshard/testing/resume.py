@@ -73,7 +73,7 @@ def _in_lives(
     for life in range(lives):
         run = factory()
         if life:
-            run.load_state_dict(_through_msgpack(states[-1]))
+            run.load_state_dict(through_msgpack(states[-1]))
         last = life == lives - 1
         wanted = stop if life == 0 else 1
         if last:
@@ -87,7 +87,7 @@ def _in_lives(
 
 
 def _check_end(resumed: Resumable, finished: Resumable) -> None:
-    resumed.load_state_dict(_through_msgpack(finished.state_dict()))
+    resumed.load_state_dict(through_msgpack(finished.state_dict()))
     if _digests(resumed, 1) != _digests(finished, 1):
         raise AssertionError("the state at the end of the run does not resume to what the run itself gives next")
 
@@ -96,7 +96,8 @@ def _digests(run: Iterable[Any], count: int | None) -> list[bytes]:
     return [] if count == 0 else [digest(item) for item in itertools.islice(run, count)]
 
 
-def _through_msgpack(state: Mapping[str, Any]) -> dict[str, Any]:
+def through_msgpack(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as it comes back from a checkpoint on disk."""
     back: dict[str, Any] = msgpack.unpackb(msgpack.packb(state), strict_map_key=False)
     return back
 

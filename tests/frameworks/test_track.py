@@ -56,7 +56,7 @@ def tracked(
 
 
 COMBINATIONS = [(0, None, False)] + [
-    pytest.param(workers, method, persistent, marks=[pytest.mark.slow] if method == "spawn" and persistent else [])
+    pytest.param(workers, method, persistent, marks=[pytest.mark.slow] if method == "spawn" and not persistent else [])
     for workers in (1, 2, 3)
     for method in ("fork", "forkserver", "spawn")
     for persistent in (False, True)
