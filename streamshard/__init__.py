@@ -2,6 +2,7 @@
 
 from streamshard.catalog import open_manifest
 from streamshard.dataset import StreamDataset
+from streamshard.distributed.gather import gather_state
 from streamshard.distributed.topology import Topology
 from streamshard.errors import (
     CorruptError,
@@ -50,6 +51,7 @@ __all__ = [
     "WriterProgress",
     "collate",
     "commit_writers",
+    "gather_state",
     "merge_states",
     "open_manifest",
     "track",

@@ -263,16 +263,16 @@ class StreamDataset(IterableDataset[Any]):
         self._iteration = iteration
         return iteration
 
-    def shares(self, workers: int) -> list[Share]:
+    def shares(self, workers: int, *, fresh: bool = False) -> list[Share]:
         """For loaders: what this process, or each of its `workers` if there are any, has in the next iteration.
 
-        Changes nothing; say `lend` when the iteration stands.
+        fresh: in one without a loaded state. Changes nothing; say `lend` when the iteration stands.
         """
         # Read now: workers, and the state, must be about the same version, whatever is committed meanwhile.
         _ = self.manifest
         whole = self._current_reader()
         readers = [replace(whole, worker=w, workers=max(1, workers)) for w in range(max(1, workers))]
-        return self._shares(self._pending, whole, readers)
+        return self._shares(None if fresh else self._pending, whole, readers)
 
     def for_workers(self) -> StreamDataset:
         """For loaders: a copy to send to worker processes, which get what they read as shares."""
@@ -333,7 +333,7 @@ class StreamDataset(IterableDataset[Any]):
         epoch = self.epoch
         if pending is not None:
             check_scope(pending.scope, whole)
-            if len(pending.workers) != len(readers):
+            if not _keeps_workers(pending, readers[0]):
                 self._report_ragged(pending)
             epoch = pending.epoch
             if self._begins_next(pending):
@@ -398,8 +398,9 @@ class StreamDataset(IterableDataset[Any]):
         states = snapshot.partitions
         done = {p for p, state in states.items() if state.done}
         live, carried = self._divide(snapshot.scope, {p: state.turn for p, state in states.items()}, done, reader)
-        if len(snapshot.workers) == reader.workers > 1:  # the same workers go on, each with what it had
-            live = [p for p in snapshot.workers[reader.worker] if p not in done]
+        if _keeps_workers(snapshot, reader):
+            first = reader.rank * reader.workers if snapshot.scope == "full" else 0
+            live = [p for p in snapshot.workers[first + reader.worker] if p not in done]
         blobs = {key: blob for key, blob in snapshot.contents.items() if set(live) & set(map(int, key.split(",")))}
         return Share(
             reader,
@@ -624,6 +625,12 @@ def left_in_the_middle(epoch: int) -> str:
         f"a new iteration begins while the last one was left in the middle: it starts at the beginning of epoch {epoch} again, "
         f"and samples already delivered come a second time. To go on, load a state first"
     )
+
+
+def _keeps_workers(snapshot: Snapshot, reader: Reader) -> bool:
+    """Whether as many readers go on as there were, each with the partitions that one of them had."""
+    readers = reader.readers if snapshot.scope == "full" else reader.workers
+    return len(snapshot.workers) == readers > 1
 
 
 def _contents(share: Share) -> dict[int, dict[tuple[int, int], Any]]:

@@ -11,7 +11,8 @@ A state is a dictionary of plain immutable leaves (int, str, bytes), safe for ms
     contents     {"0,2,4": bytes, ...}, only with snapshot="contents": samples that a resume then need not read again
     batches      only of loaders: how many batches of the epoch a rank had handed out
     ended        only of loaders: 0 while the end of the epoch has not shown, even if no item is left
-    workers      only of loaders whose workers' batches take turns: JSON, the partitions of each worker, the next one first
+    workers      only of loaders whose workers' batches take turns: JSON, rank by rank the partitions of each worker, the next
+                 one first
 """
 
 from __future__ import annotations
@@ -206,7 +207,17 @@ def merge_states(states: Sequence[State]) -> State:
     counts = [snapshot.batches for snapshot in snapshots if snapshot.batches is not None]
     batches = max(counts) if len(counts) == len(snapshots) else None
     ended = all(snapshot.ended for snapshot in snapshots)
-    return Snapshot("full", first.fingerprint, first.epoch, partitions, contents, batches, ended).encode()
+    workers = _workers_of_all(snapshots)
+    return Snapshot("full", first.fingerprint, first.epoch, partitions, contents, batches, ended, workers).encode()
+
+
+def _workers_of_all(snapshots: Sequence[Snapshot]) -> tuple[tuple[int, ...], ...]:
+    """Whose workers' batches take turns: rank by rank, if every rank is there."""
+    by_scope = {snapshot.scope: snapshot.workers for snapshot in snapshots}
+    ranks = [f"rank {rank}/{len(by_scope)}" for rank in range(len(by_scope))]
+    if set(ranks) != set(by_scope) or len({len(found) for found in by_scope.values()}) != 1:
+        return ()
+    return tuple(held for rank in ranks for held in by_scope[rank])
 
 
 def _states_inside(state: Any) -> list[Any]:

@@ -18,7 +18,7 @@ LAYERS = {  # folder -> what of the package it may import besides itself, order 
     "shard": set(),
     "steps": set(),
     "prefetch": {"streamshard.shard", "streamshard.storage.store"},
-    "distributed": set(),
+    "distributed": {"streamshard.state"},
     "observe": set(),
     "staging": set(),
     "frameworks": {
@@ -32,6 +32,7 @@ LAYERS = {  # folder -> what of the package it may import besides itself, order 
     "loading": {
         "streamshard.iteration",
         "streamshard.dataset",
+        "streamshard.frameworks.callers",
         "streamshard.state",
         "streamshard.staging",
         "streamshard.steps.tensors",
@@ -44,6 +45,7 @@ HOMES = {  # third-party package -> the only files that may import it
     "fsspec": set(),  # storage/fsspec_store.py, by name at first use
     "obstore": set(),  # storage/obstore_store.py, likewise
     "tenacity": {"storage/limiter.py"},
+    "lightning": {"frameworks/lightning.py"},
     "s3fs": set(),
     "gcsfs": set(),
     "torch": {
@@ -62,6 +64,8 @@ HOMES = {  # third-party package -> the only files that may import it
         "loading/worker.py",
         "loading/parts.py",
         "frameworks/track.py",
+        "frameworks/lightning.py",
+        "distributed/gather.py",
     },
 }
 PURE = {"threading", "concurrent", "time", "random", "os", "io", "socket", "torch", "asyncio", "logging"}

@@ -68,11 +68,15 @@ class TrackedLoader(PositionedLoader):
             if position is not self._position:
                 raise UsageError("this iterator was ended by a newer one of the same loader; use one at a time")
             self._handed_out(position, stamped.marks, stamped.worker)
+            if position.handed_out == position.expected:  # whoever counts may not come again to hear of the end
+                self._ended(position, None)
             yield stamped.batch
-        self._ended(position, {p: (state.turn, True, state.cursor) for p, state in position.partitions().items()})
+        if not position.complete:
+            self._ended(position, None)
         self._confirm_end_unless_by_call()
 
     def _begin(self) -> tuple[Position, Iterator[_Stamped]]:
+        self._refuse_bare_trainer()
         if self._workers:  # else the dataset says so
             self._warn_if_left_in_the_middle()
         shares = self.dataset.shares(self._workers)

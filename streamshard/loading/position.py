@@ -14,7 +14,7 @@ _logger = logging.getLogger("streamshard")
 
 
 class _Handed(NamedTuple):
-    marks: Mapping[int, Mark]
+    marks: Mapping[int, Mark] | None
     end: bool
     worker: int
 
@@ -51,8 +51,8 @@ class Position:
         self.handed_out += 1
         self._handed.append(_Handed(marks, end=False, worker=worker))
 
-    def end(self, marks: Mapping[int, Mark]) -> None:
-        """There is nothing more."""
+    def end(self, marks: Mapping[int, Mark] | None) -> None:
+        """There is nothing more; without `marks` partitions are where the last batch left them, and done."""
         self.complete = True
         self._handed.append(_Handed(marks, end=True, worker=-1))
 
@@ -69,6 +69,8 @@ class Position:
     def confirm(self) -> Mapping[int, Mark]:
         """The earliest entry not confirmed is now part of what was read. Returns what became part of the state by it."""
         marks, end, worker = self._handed.popleft()
+        if marks is None:
+            marks = {p: (part.turn, True, part.cursor) for p, part in self._after(self._since).items()}
         self._since.update(marks)
         if not end:
             self._confirmed += 1
@@ -88,7 +90,10 @@ class Position:
 
     def partitions(self) -> dict[int, PartitionState]:
         """Where the partitions stand."""
-        return {**self._begin, **{p: PartitionState(*mark) for p, mark in self._marks.items()}}
+        return self._after({})
+
+    def _after(self, marks: Mapping[int, Mark]) -> dict[int, PartitionState]:
+        return {**self._begin, **{p: PartitionState(*mark) for p, mark in {**self._marks, **marks}.items()}}
 
     def warn_off_boundary(self) -> None:
         """Log, once, that the state is not that of the last batch, if it is not."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from streamshard.dataset import StreamDataset, left_in_the_middle
 from streamshard.errors import UsageError
+from streamshard.frameworks.callers import nearest
 from streamshard.iteration import Mark, Share
 from streamshard.loading.position import Position
 from streamshard.state import State
 
 _logger = logging.getLogger("streamshard")
+
+_LIGHTNING_TRAINS = ("lightning.pytorch.loops.fit_loop", "lightning.pytorch.loops.training_epoch_loop")
+_LIGHTNING_EVALUATES = ("lightning.pytorch.loops.evaluation_loop", "lightning.pytorch.loops.prediction_loop")
 
 
 class PositionedLoader:
@@ -26,6 +30,9 @@ class PositionedLoader:
         self._by_call = False
 
     # ------------------------------------------------------------------------------------- what a loader has to say
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
 
     def _reading(self) -> int:
         """Worker processes; 0: this process reads."""
@@ -75,20 +82,39 @@ class PositionedLoader:
         if not self._by_call:
             self.confirm_end()
 
+    @property
+    def in_the_middle(self) -> bool:
+        """Whether a pass was begun and left before its end, so that a new one would begin at the beginning again."""
+        position = self._position
+        return (
+            position is not None
+            and position.handed_out > 0
+            and not position.complete
+            and not self.dataset.has_pending_state
+        )
+
+    def _refuse_bare_trainer(self) -> None:
+        loop = None if self._by_call else nearest(*_LIGHTNING_TRAINS, *_LIGHTNING_EVALUATES)
+        if loop in _LIGHTNING_TRAINS:
+            raise UsageError(
+                f"Lightning takes batches ahead of the training and saves rank 0's state only: checkpoints would lose samples. "
+                f"Pass trainer.fit(model, datamodule=LightningData(loader)), from streamshard.frameworks.lightning, "
+                f"instead of this {type(self).__name__}"
+            )
+
     def _handed_out(self, position: Position, marks: Mapping[int, Mark], worker: int = 0) -> None:
         position.hand_out(marks, worker)
         if not self._by_call:
             self._acknowledge(position.confirm())
 
-    def _ended(self, position: Position, marks: Mapping[int, Mark]) -> None:
+    def _ended(self, position: Position, marks: Mapping[int, Mark] | None) -> None:
         position.end(marks)
         self.dataset.finish(position.epoch)
 
     # ----------------------------------------------------------------------------------------------------- position
 
     def _warn_if_left_in_the_middle(self) -> None:
-        last = None if self.dataset.has_pending_state else self._position
-        if last is not None and not last.complete and last.handed_out:
+        if self.in_the_middle:
             _logger.warning(left_in_the_middle(self.dataset.epoch))
 
     def _new_position(self, shares: list[Share], accumulation: int = 1) -> Position:
@@ -108,6 +134,13 @@ class PositionedLoader:
         if position.expected is None:
             raise TypeError(f"the number of batches is not known: {self.dataset.why_uncounted()}")
         return position.before + position.expected
+
+    def full_length(self) -> int:
+        """Batches of this rank in an epoch from its beginning. Raises TypeError where `len` does."""
+        expected = self._new_position(self.dataset.shares(self._reading(), fresh=True)).expected
+        if expected is None:
+            raise TypeError(f"the number of batches is not known: {self.dataset.why_uncounted()}")
+        return expected
 
     # -------------------------------------------------------------------------------------------------------- state
 
