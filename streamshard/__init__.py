@@ -2,7 +2,7 @@
 
 from streamshard.catalog import open_manifest
 from streamshard.dataset import StreamDataset
-from streamshard.distributed.gather import gather_state
+from streamshard.distributed.gather import GatheredState, gather_state
 from streamshard.distributed.topology import Topology
 from streamshard.errors import (
     CorruptError,
@@ -35,6 +35,7 @@ __all__ = [
     "DatasetWriter",
     "Filter",
     "FlatMap",
+    "GatheredState",
     "Map",
     "MapDataset",
     "Ref",

@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
+from streamshard.frameworks.callers import refuse_one_file_for_all, shards_again
 from streamshard.iteration import Book, Iteration, Mark, Share, dropped
 from streamshard.observe.events import Hook, StorageCounters
 from streamshard.order.cursor import innermost
@@ -153,6 +154,7 @@ class StreamDataset(IterableDataset[Any]):
         self._iteration_epoch = 0
         self._iteration_pid = os.getpid()
         self._told_epoch = False
+        self._accelerate_count: int | None = None
         self._lent = False  # a loader reads, and it has the state
         self._asked = False  # an iterator was asked for that has not begun
         # Shared with DataLoader workers, however they are started: see the names of the places below.
@@ -188,6 +190,8 @@ class StreamDataset(IterableDataset[Any]):
         if not isinstance(epoch, int) or epoch < 0:
             raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
         workers_read = bool(self._shared[_WORKERS_READ])
+        if shards_again(self.ranks):
+            epoch = self._epoch_of_accelerate(epoch)
         if self._pending is not None and workers_read:
             self._pending = None  # this process's copy: the workers have consumed theirs
         if self._repeat and (
@@ -206,6 +210,15 @@ class StreamDataset(IterableDataset[Any]):
             )
         self._rest_first = pending is not None and epoch == pending.epoch
         self._shared[_EPOCH] = epoch
+
+    def _epoch_of_accelerate(self, number: int) -> int:
+        """Accelerate counts epochs from 0 in every process, a resumed one too: a step of its count is a step of ours."""
+        last, self._accelerate_count = self._accelerate_count, number
+        if last is None:
+            return number or self.epoch
+        if number == last:
+            return self.epoch
+        return (self.epoch if self._shared[_WORKERS_READ] else self._iteration_epoch) + number - last
 
     def counters(self) -> dict[str, int]:
         """What steps have dropped so far in this process's partitions, by step."""
@@ -252,6 +265,8 @@ class StreamDataset(IterableDataset[Any]):
         """A new iteration. Nothing is changed before it stands, so that a start that fails can be tried again."""
         worker = get_worker_info()
         reader = self._current_reader()
+        if worker is None:
+            shards_again(self.ranks)
         pending = self._pending_of(worker)
         if pending is None:
             self._warn_if_left_in_the_middle()
@@ -377,6 +392,10 @@ class StreamDataset(IterableDataset[Any]):
                 ahead,
             )
 
+    def ranks(self) -> int:
+        """For loaders: the number of data-parallel ranks."""
+        return self._current_reader().ranks
+
     def _current_reader(self) -> Reader:
         worker = get_worker_info()
         topology = resolve(self.topology)
@@ -427,6 +446,12 @@ class StreamDataset(IterableDataset[Any]):
             ]
             found.append(sum(number for number in left if number is not None))
         return found
+
+    def _nothing_left(self, snapshot: Snapshot) -> bool:
+        """Whether the partitions of a state are known to have no item left."""
+        live = {p: part for p, part in snapshot.partitions.items() if not part.done}
+        share = Share(Reader(), self._partitions or 1, tuple(self._history), snapshot.epoch, live, {}, {})
+        return bool(snapshot.partitions) and self.items_left([share]) == [0]
 
     def why_uncounted(self) -> str:
         """For loaders: why `items_left` knows nothing."""
@@ -510,6 +535,7 @@ class StreamDataset(IterableDataset[Any]):
                 "dataset.state_dict() in the main process cannot know how far the DataLoader's worker processes are; use "
                 "StreamLoader or torchdata's StatefulDataLoader and save the loader's state_dict(), or num_workers=0"
             )
+        refuse_one_file_for_all(self.ranks)
         if self._pending is not None:
             return self._pending.encode()
         if self._lent:
@@ -579,7 +605,7 @@ class StreamDataset(IterableDataset[Any]):
         """The epoch that comes after the loaded state. All workers load states of the same epoch, some perhaps of its end:
         whoever comes last must not take back the step to the next that those make.
         """
-        if snapshot.at_end:
+        if snapshot.at_end or (get_worker_info() is not None and self._nothing_left(snapshot)):
             self._shared[_EPOCH] = snapshot.epoch + 1
         elif get_worker_info() is None or int(self._shared[_EPOCH]) != snapshot.epoch + 1:
             self._shared[_EPOCH] = snapshot.epoch

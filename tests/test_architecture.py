@@ -46,6 +46,7 @@ HOMES = {  # third-party package -> the only files that may import it
     "obstore": set(),  # storage/obstore_store.py, likewise
     "tenacity": {"storage/limiter.py"},
     "lightning": {"frameworks/lightning.py"},
+    "transformers": {"frameworks/transformers.py"},
     "s3fs": set(),
     "gcsfs": set(),
     "torch": {
@@ -65,6 +66,7 @@ HOMES = {  # third-party package -> the only files that may import it
         "loading/parts.py",
         "frameworks/track.py",
         "frameworks/lightning.py",
+        "frameworks/transformers.py",
         "distributed/gather.py",
     },
 }

@@ -1,12 +1,20 @@
-"""`gather_state`: the states of all ranks as one full state, on every rank."""
+"""`gather_state` and `GatheredState`: the states of all ranks as one full state, on every rank."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch.distributed
 
 from streamshard.state import State, merge_states
+
+
+class Stateful(Protocol):
+    """A loader or a dataset."""
+
+    def state_dict(self) -> State: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def gather_state(state: State, group: Any = None) -> State:
@@ -25,3 +33,23 @@ def gather_state(state: State, group: Any = None) -> State:
     states: list[Any] = [None] * size
     torch.distributed.all_gather_object(states, state, group)
     return merge_states(states)
+
+
+class GatheredState:
+    """A loader as seen by a trainer that writes one file for all ranks: its state is that of all of them.
+
+    For ``accelerator.register_for_checkpointing(GatheredState(loader))`` and the like. `state_dict` is a collective, see
+    `gather_state`: the trainer has to ask for it on every rank.
+    """
+
+    def __init__(self, loader: Stateful, group: Any = None) -> None:
+        self._loader = loader
+        self._group = group
+
+    def state_dict(self) -> State:
+        """The full state."""
+        return gather_state(self._loader.state_dict(), self._group)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a full state, on any number of ranks."""
+        self._loader.load_state_dict(state)

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamshard.dataset import StreamDataset, left_in_the_middle
 from streamshard.errors import UsageError
-from streamshard.frameworks.callers import nearest
+from streamshard.frameworks.callers import nearest, refuse_one_file_for_all
 from streamshard.iteration import Mark, Share
 from streamshard.loading.position import Position
 from streamshard.state import State
@@ -65,6 +65,11 @@ class PositionedLoader:
         the batches in between are never trained on.
         """
         self._by_call = True
+
+    @property
+    def unconfirmed(self) -> int:
+        """Batches handed out for which `confirm` is still to be called."""
+        return 0 if self._position is None else self._position.unconfirmed
 
     def confirm(self) -> None:
         """The earliest batch handed out and not confirmed was trained on. Raises `UsageError` if there is none."""
@@ -153,6 +158,7 @@ class PositionedLoader:
         position = self._position
         if position is None or self.dataset.has_pending_state:
             return self.dataset.state_dict()
+        refuse_one_file_for_all(self.dataset.ranks)
         position.warn_off_boundary()
         return self.dataset.encode_state(
             position.epoch, position.partitions(), self._contents(), position.batches, ended=position.ended,
