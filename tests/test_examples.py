@@ -17,7 +17,15 @@ def code_blocks(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/steps.md", "docs/state.md", "docs/writing.md", "docs/storage.md", "docs/loader.md"]
+    "page",
+    [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("steps", "state", "writing", "storage", "loader")),
+        *(
+            f"docs/frameworks/{name}.md"
+            for name in ("dataloader", "stateful_dataloader", "lightning", "accelerate", "trainer", "nodes")
+        ),
+    ],
 )
 def test_the_code_of_a_page_runs_in_an_empty_folder(page, tmp_path):
     """The blocks of a page, one after the other, as a reader would paste them."""
@@ -28,7 +36,7 @@ def test_the_code_of_a_page_runs_in_an_empty_folder(page, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
