@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
-from streamshard.frameworks.callers import refuse_one_file_for_all, shards_again
+from streamshard.frameworks.callers import nearest, refuse_one_file_for_all, shards_again
 from streamshard.iteration import Book, Iteration, Mark, Share, dropped
 from streamshard.observe.events import Hook, StorageCounters
 from streamshard.order.cursor import innermost
@@ -214,6 +214,12 @@ class StreamDataset(IterableDataset[Any]):
     def _epoch_of_accelerate(self, number: int) -> int:
         """Accelerate counts epochs from 0 in every process, a resumed one too: a step of its count is a step of ours."""
         last, self._accelerate_count = self._accelerate_count, number
+        if last is None and nearest("transformers.trainer"):
+            _logger.warning(
+                "Hugging Face's Trainer resumes a StreamDataset by reading it again, and repeats samples when it resumes after the "
+                "first epoch, whose length it does not know. Use StreamTrainer(train_loader=StreamLoader(dataset, ...)) from "
+                "streamshard.frameworks.transformers"
+            )
         if last is None:
             return number or self.epoch
         if number == last:

@@ -6,11 +6,12 @@ import json
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
+from transformers import Trainer, TrainingArguments
 
 import streamshard as ss
 from tests.conftest import write_dataset
 from tests.frameworks.processes import launch
-from tests.frameworks.train_transformers import main
+from tests.frameworks.train_transformers import Model, main, only_id
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -71,3 +72,19 @@ def test_a_checkpoint_without_the_state_is_refused(dataset_60, tmp_path):
         ss.StateError, match=r"checkpoint-2 has no streamshard_state.pt: .* resume from a checkpoint that"
     ):
         main(dataset_60, str(tmp_path / "again"), {"resume": str(tmp_path / "whole" / "checkpoint-2")})
+
+
+def test_trainer_s_own_path_is_warned_of(dataset_60, tmp_path, caplog):
+    dataset = ss.StreamDataset(dataset_60, ss.Map(only_id), partitions=12)
+    arguments = TrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=2,
+        save_strategy="no",
+        logging_strategy="no",
+    )
+    Trainer(Model(tmp_path, None), arguments, train_dataset=dataset).train()
+    assert "resumes a StreamDataset by reading it again" in caplog.text
+    assert "StreamTrainer(train_loader=" in caplog.text
