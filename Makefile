@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH := .venv-bench
 
-.PHONY: test test-slow check demo bench clean
+.PHONY: test test-slow check demo bench figures clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,8 +26,17 @@ check: $(STAMP)  ## linter, formatter, type checker
 demo: $(STAMP)  ## train, kill -9, resume, and the proof that nothing was lost or repeated
 	$(BIN)/python examples/demo.py
 
-bench: $(STAMP)  ## every figure that the README quotes
+bench: $(BENCH)/.installed  ## beside other libraries: some three hours; PEERS= passes options
+	$(BENCH)/bin/python -m benchmarks.peers $(PEERS)
+	$(BENCH)/bin/python -m benchmarks.peers.tables
+
+$(BENCH)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+figures: $(STAMP)  ## every other figure that the documentation quotes
 	$(BIN)/python -m benchmarks.all
 
 clean:
-	rm -rf $(VENV) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

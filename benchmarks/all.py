@@ -1,12 +1,12 @@
-"""Every benchmark, one after the other: ``make bench``."""
+"""Every benchmark but the one beside other libraries, one after the other: ``make figures``."""
 
 from __future__ import annotations
 
-from benchmarks import displacement, first_batch, loader, manifest, memory, speed, storage
+from benchmarks import displacement, first_batch, loader, manifest, memory, speed, storage, tracking
 
 
 def main() -> None:
-    for benchmark in (displacement, manifest, speed, first_batch, memory, loader):
+    for benchmark in (displacement, manifest, speed, first_batch, memory, loader, tracking):
         print(f"\n== {benchmark.__name__}")
         benchmark.main()
     print("\n== benchmarks.storage")

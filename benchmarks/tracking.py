@@ -1,8 +1,8 @@
 """What a state at every batch costs under torch's loaders. ``python -m benchmarks.tracking``.
 
 Time per batch of 32, shuffle buffer 512, of a plain DataLoader, of one that is tracked, and of a StatefulDataLoader with a
-snapshot at every and at every hundredth batch; the last three are asked for their state as often. All alternate; the figures are
-medians of the rounds' ratios to the plain one.
+snapshot at every and at every hundredth batch; the last three are asked for their state as often. All alternate; the figures
+are medians of the rounds' ratios to the plain one.
 """
 
 from __future__ import annotations

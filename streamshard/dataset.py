@@ -216,9 +216,9 @@ class StreamDataset(IterableDataset[Any]):
         last, self._accelerate_count = self._accelerate_count, number
         if last is None and nearest("transformers.trainer"):
             _logger.warning(
-                "Hugging Face's Trainer resumes a StreamDataset by reading it again, and repeats samples when it resumes after the "
-                "first epoch, whose length it does not know. Use StreamTrainer(train_loader=StreamLoader(dataset, ...)) from "
-                "streamshard.frameworks.transformers"
+                "Hugging Face's Trainer resumes a StreamDataset by reading it again, and repeats samples when it resumes after "
+                "the first epoch, whose length it does not know. Use StreamTrainer(train_loader=StreamLoader(dataset, ...)), "
+                "from streamshard.frameworks.transformers"
             )
         if last is None:
             return number or self.epoch

@@ -66,5 +66,16 @@ def load(url: str, state: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
+def other_loaders(url: str) -> dict[str, Any]:
+    tracked: ss.TrackedLoader = ss.track(DataLoader(ss.StreamDataset(url), batch_size=8, num_workers=2))
+    for batch in tracked:
+        print(batch, len(tracked))
+        break
+    everywhere = ss.GatheredState(tracked)
+    everywhere.load_state_dict(everywhere.state_dict())
+    state: dict[str, Any] = ss.gather_state(tracked.state_dict())
+    return state
+
+
 def prove(url: str) -> int:
     return assert_exact_resume(lambda: ss.StreamDataset(url), items=100).resumes

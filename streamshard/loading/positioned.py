@@ -89,14 +89,11 @@ class PositionedLoader:
 
     @property
     def in_the_middle(self) -> bool:
-        """Whether a pass was begun and left before its end, so that a new one would begin at the beginning again."""
+        """Whether a pass was begun and left before all of it was handed out and confirmed."""
         position = self._position
-        return (
-            position is not None
-            and position.handed_out > 0
-            and not position.complete
-            and not self.dataset.has_pending_state
-        )
+        if position is None or position.handed_out == 0 or self.dataset.has_pending_state:
+            return False
+        return not position.complete or position.unconfirmed > 0
 
     def _refuse_bare_trainer(self) -> None:
         loop = None if self._by_call else nearest(*_LIGHTNING_TRAINS, *_LIGHTNING_EVALUATES)

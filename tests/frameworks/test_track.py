@@ -265,3 +265,17 @@ def test_what_cannot_be_tracked_is_refused_with_a_cure(dataset_61):
         ss.track(DataLoader(contents, num_workers=2))
     with pytest.raises(ss.UsageError, match="partitions=4 cannot be divided among 1 ranks x 3 workers"):
         ss.track(DataLoader(ss.StreamDataset(dataset_61, partitions=4), num_workers=3))
+
+
+def test_a_pass_handed_out_to_its_end_and_not_confirmed_is_in_the_middle(dataset_61):
+    loader = tracked(dataset_61)
+    loader.confirm_by_call()
+    batches = list(loader)
+    for _ in batches[:-1]:
+        loader.confirm()
+    assert loader.in_the_middle
+    resumed = tracked(dataset_61)
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == batches[-1:]
+    loader.confirm()
+    assert not loader.in_the_middle

@@ -1,0 +1,36 @@
+"""streamshard: `StreamLoader` at its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import streamshard as ss
+from benchmarks.peers.contender import BATCH, as_list
+from benchmarks.peers.corpora import SHARD_BYTES, Corpus
+from benchmarks.peers.place import Place
+
+PACKAGE, REMOTE, RESUMES = "streamshard", True, True
+
+
+def write(samples: Iterator[dict], directory: Path, corpus: Corpus) -> None:
+    length = corpus.payload if corpus.name == "tokens" else None
+    with ss.DatasetWriter(str(directory), length_field=length, shard_bytes=SHARD_BYTES) as writer:
+        for sample in samples:
+            writer.write(sample)
+
+
+def load(place: Place, corpus: Corpus, workers: int, seed: int) -> Iterable[list[dict]]:  # noqa: ARG001  (all alike)
+    dataset = ss.StreamDataset(place.url, seed=seed, storage_options=place.s3fs_options or None)
+    # fork, as torch's DataLoader does for the others on Linux: so that CPU seconds of workers are counted for all alike
+    return ss.StreamLoader(dataset, batch_size=BATCH, collate=as_list, workers=workers, start_method="fork")
+
+
+def state(loader: Any, iterator: Any) -> Any:  # noqa: ARG001  (all alike)
+    return loader.state_dict()
+
+
+def resume(loader: Any, state: Any) -> Iterator[list[dict]]:
+    loader.load_state_dict(state)
+    return iter(loader)
