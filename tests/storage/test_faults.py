@@ -189,7 +189,7 @@ def test_what_asking_again_cannot_mend_is_an_error_at_once(server, read, fault, 
         read(StoragePolicy())
     assert caught.value.kind == kind
     assert len(server.gets()) == 1
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5.0
 
 
 def test_the_deadline_names_how_often_and_why(server, read):
