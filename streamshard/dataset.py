@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
-from streamshard.frameworks.callers import nearest, refuse_one_file_for_all, shards_again
+from streamshard.frameworks.callers import refuse_one_file_for_all, shards_again, trainer_trains
 from streamshard.iteration import Book, Iteration, Mark, Share, dropped
 from streamshard.observe.events import Hook, StorageCounters
 from streamshard.order.cursor import innermost
@@ -155,8 +155,10 @@ class StreamDataset(IterableDataset[Any]):
         self._iteration_pid = os.getpid()
         self._told_epoch = False
         self._accelerate_count: int | None = None
+        self._set_elsewhere = False  # `set_epoch` chose another epoch than the one that would come by itself
         self._lent = False  # a loader reads, and it has the state
         self._asked = False  # an iterator was asked for that has not begun
+        self.owned = False  # a loader reads through torch's DataLoader, and says itself when a pass was left
         # Shared with DataLoader workers, however they are started: see the names of the places below.
         self._shared = torch.zeros(3, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]  # torch
@@ -210,11 +212,12 @@ class StreamDataset(IterableDataset[Any]):
             )
         self._rest_first = pending is not None and epoch == pending.epoch
         self._shared[_EPOCH] = epoch
+        self._set_elsewhere = epoch != self._iteration_epoch + 1
 
     def _epoch_of_accelerate(self, number: int) -> int:
         """Accelerate counts epochs from 0 in every process, a resumed one too: a step of its count is a step of ours."""
         last, self._accelerate_count = self._accelerate_count, number
-        if last is None and nearest("transformers.trainer"):
+        if last is None and trainer_trains():
             _logger.warning(
                 "Hugging Face's Trainer resumes a StreamDataset by reading it again, and repeats samples when it resumes after "
                 "the first epoch, whose length it does not know. Use StreamTrainer(train_loader=StreamLoader(dataset, ...)), "
@@ -274,7 +277,7 @@ class StreamDataset(IterableDataset[Any]):
         if worker is None:
             shards_again(self.ranks)
         pending = self._pending_of(worker)
-        if pending is None:
+        if pending is None and not self.owned:
             self._warn_if_left_in_the_middle()
         share = self._shares(pending, reader, [reader])[0]
         iteration = self.open_share(share)
@@ -347,7 +350,7 @@ class StreamDataset(IterableDataset[Any]):
         if worker is None and not self._repeat:
             self._shared[_EPOCH] = share.epoch
         self._reader, self._iteration_epoch = share.reader, share.epoch
-        self._pending, self._lent, self._rest_first = None, False, False
+        self._pending, self._lent, self._rest_first, self._set_elsewhere = None, False, False, False
 
     def _shares(self, pending: Snapshot | None, whole: Reader, readers: Sequence[Reader]) -> list[Share]:
         """The parts of `readers`, which divide what `whole` has in the next iteration."""
@@ -550,7 +553,8 @@ class StreamDataset(IterableDataset[Any]):
                 "the loader's state_dict()"
             )
         iteration = self._current_iteration()
-        if iteration is None or self._asked:
+        elsewhere = not self._repeat and iteration is not None and iteration.exhausted and self._set_elsewhere
+        if iteration is None or self._asked or elsewhere:
             return Snapshot("full", self._fingerprint(), self.epoch).encode()
         return Snapshot(
             scope_name(self._reader),

@@ -136,6 +136,7 @@ class StreamLoader(PositionedLoader):
         """A new run. Nothing is changed before it stands, so that a start that fails can be tried again."""
         self._end_run()
         self._refuse_bare_trainer()
+        self._check_confirmed()
         self._warn_if_left_in_the_middle()
         shares = self.dataset.shares(self._workers)
         position = self._new_position(shares, self._accumulation)

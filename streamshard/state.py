@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamshard.errors import StateError, UsageError
@@ -172,7 +172,7 @@ def merge_states(states: Sequence[State]) -> State:
     """
     if not states:
         raise StateError("merge_states got no state; pass those of all ranks and workers")
-    snapshots = [decode_state(inner) for state in states for inner in _states_inside(state)]
+    snapshots = [snapshot for state in states for snapshot in _snapshots_inside(state)]
     first = snapshots[0]
     partitions: dict[int, PartitionState] = {}
     for number, snapshot in enumerate(snapshots):
@@ -193,8 +193,9 @@ def merge_states(states: Sequence[State]) -> State:
         return first.encode()
     if unstarted:
         raise StateError(
-            f"states {unstarted} were saved before their first item and the others after it: which partitions these ranks "
-            f"would have taken is not in them; save on all ranks after the first item, or on all before it"
+            f"states {unstarted} were saved before their first item and the others after it: which partitions these ranks, or "
+            f"workers, would have taken is not in them; save when all have given something (with n DataLoader workers: after n "
+            f"batches of an epoch), or before any has"
         )
     total = first.fingerprint["partitions"]
     if total is not None and len(partitions) < total:
@@ -220,19 +221,25 @@ def _workers_of_all(snapshots: Sequence[Snapshot]) -> tuple[tuple[int, ...], ...
     return tuple(held for rank in ranks for held in by_scope[rank])
 
 
-def _states_inside(state: Any) -> list[Any]:
-    """The states of datasets in what a StatefulDataLoader saved; anything else as it is."""
-    if not isinstance(state, Mapping) or "format" in state:
-        return [state]
-    if "_snapshot" not in state:
-        return [state["dataset_state"]] if "dataset_state" in state else [state]
+def _snapshots_inside(state: Any) -> list[Snapshot]:
+    """The state, or those of datasets in what a StatefulDataLoader saved."""
+    if not isinstance(state, Mapping) or "format" in state or not {"_snapshot", "dataset_state"} & set(state):
+        return [decode_state(state)]
     behind = state.get("_steps_since_snapshot", 0)
     if behind:
         raise StateError(
             f"a StatefulDataLoader was saved {behind} batches after its last snapshot, and its workers' states are those of "
             f"the snapshot: merged, these batches would come again. Use snapshot_every_n_steps=1, or save at its multiples"
         )
-    return [worker["dataset_state"] for worker in state["_snapshot"]["_worker_snapshots"].values()]
+    holders = state["_snapshot"]["_worker_snapshots"].values() if "_snapshot" in state else [state]
+    snapshots = [decode_state(holder["dataset_state"]) for holder in holders]
+    if not state.get("_iterator_finished"):
+        return snapshots
+    # It has seen the end of the epoch, which may be news to workers whose last batch was a full one.
+    return [
+        replace(found, partitions={p: replace(part, done=True) for p, part in found.partitions.items()})
+        for found in snapshots
+    ]
 
 
 def _short(value: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch.distributed
 
+from streamshard.errors import UsageError
 from streamshard.state import State, merge_states
 
 
@@ -25,10 +26,15 @@ def gather_state(state: State, group: Any = None) -> State:
 
     Raises `StateError` on every rank if the states do not belong together.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return state
-    size = torch.distributed.get_world_size(group)
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    size = torch.distributed.get_world_size(group) if together else 1
     if size == 1:
+        if state.get("scope", "full") != "full":
+            raise UsageError(
+                f"gather_state: the state is that of {state['scope']}, and there is no process group of several ranks to "
+                f"gather from; call torch.distributed.init_process_group first, or collect the states and pass "
+                f"merge_states(states)"
+            )
         return state
     states: list[Any] = [None] * size
     torch.distributed.all_gather_object(states, state, group)

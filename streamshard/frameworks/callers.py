@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 from streamshard.errors import UsageError
 
 _DEPTH = 40  # frames between a trainer's loop and a loader; a look costs microseconds, once an iteration
 
 
-def nearest(*modules: str) -> str | None:
-    """The nearest caller's module among `modules`; None if none of them is near."""
-    if modules[0] not in sys.modules:  # the one that is looked for; the others only say that it is not it
+def nearest(*modules: str, depth: int = _DEPTH) -> str | None:
+    """The nearest caller's module among `modules`, at most so many frames away; None if none of them is near."""
+    frame = _frame(modules, depth)
+    return None if frame is None else str(frame.f_globals["__name__"])
+
+
+def trainer_trains() -> bool:
+    """Whether Hugging Face's Trainer asks for training, not for an evaluation."""
+    frame = _frame(("transformers.trainer",), _DEPTH)
+    return frame is not None and "eval" not in frame.f_code.co_name and "predict" not in frame.f_code.co_name
+
+
+def _frame(modules: tuple[str, ...], depth: int) -> FrameType | None:
+    if not any(module in sys.modules for module in modules):
         return None
-    frame, depth = sys._getframe(1), 0  # noqa: SLF001  (the documented way to look at callers)
-    while frame is not None and depth < _DEPTH:
-        name = frame.f_globals.get("__name__", "")
-        if name in modules:
-            return str(name)
-        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001  (the documented way to look at callers)
+    while frame is not None and depth > 0:
+        if frame.f_globals.get("__name__") in modules:
+            return frame
+        frame, depth = frame.f_back, depth - 1
     return None
+
+
+def lightning_trains() -> bool:
+    """Whether Lightning's own data fetcher asks, for its training loop: not a hook of the user's, nor an evaluation."""
+    if nearest(*_lightning("loops.fetchers", "utilities.combined_loader"), depth=8) is None:
+        return False
+    trains, evaluates = (
+        ("loops.fit_loop", "loops.training_epoch_loop"),
+        ("loops.evaluation_loop", "loops.prediction_loop"),
+    )
+    return nearest(*_lightning(*trains, *evaluates)) in _lightning(*trains)
+
+
+def _lightning(*names: str) -> tuple[str, ...]:
+    return tuple(f"{package}.{name}" for package in ("lightning.pytorch", "pytorch_lightning") for name in names)
 
 
 def refuse_one_file_for_all(ranks: Callable[[], int]) -> None:

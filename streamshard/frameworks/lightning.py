@@ -44,11 +44,9 @@ class LightningData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Called by Lightning; puts the callback first, so that it runs before those that save."""
-        callbacks = self.trainer.callbacks if self.trainer is not None else []  # type: ignore[attr-defined]
-        if stage == "fit" and not any(
-            isinstance(found, _Confirm) and found.loader is self.loader for found in callbacks
-        ):
-            callbacks.insert(0, _Confirm(self.loader))
+        if stage == "fit" and self.trainer is not None:
+            callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [_Confirm(self.loader), *(found for found in callbacks if not isinstance(found, _Confirm))]
 
     def train_dataloader(self) -> Any:
         """What Lightning iterates."""

@@ -57,6 +57,8 @@ class TrackedLoader(PositionedLoader):
         self._loader = copy.copy(loader)
         self._loader._iterator = None  # noqa: SLF001  (started workers hold the old collate function)
         self._loader.collate_fn = _Stamp(self.dataset, loader.collate_fn)
+        self._batches: Any = None
+        self.dataset.owned = True
         self.dataset.resolve_partitions(self._workers)
 
     def __repr__(self) -> str:
@@ -77,21 +79,29 @@ class TrackedLoader(PositionedLoader):
 
     def _begin(self) -> tuple[Position, Iterator[_Stamped]]:
         self._refuse_bare_trainer()
-        if self._workers:  # else the dataset says so
-            self._warn_if_left_in_the_middle()
+        self._check_confirmed()
+        self._warn_if_left_in_the_middle()
+        self._stop()
         shares = self.dataset.shares(self._workers)
         position = self._new_position(shares)
-        batches = iter(self._loader)
+        batches = self._batches = iter(self._loader)
         if self._workers:  # they have their copies of a loaded state, and only they know where they are
             self.dataset.lend(shares[0])
         self._position = position
         return position, batches
 
     def close(self) -> None:
-        """End persistent workers. The state stays."""
+        """End the workers. The state stays."""
+        self._stop()
         iterator, self._loader._iterator = self._loader._iterator, None  # noqa: SLF001  (torch has no public way)
         if iterator is not None and self._workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def _stop(self) -> None:
+        # Workers of a pass that was left, perhaps still starting, would write into what is shared with the next ones.
+        batches, self._batches = self._batches, None
+        if batches is not None and self._workers and not self._loader.persistent_workers:
+            batches._shutdown_workers()  # noqa: SLF001
 
     # -------------------------------------------------------------------------------- what the base class asks for
 

@@ -63,8 +63,7 @@ class _Train:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        if self.loader.in_the_middle:  # the Trainer stopped early; what was handed out and trained on is in the state
-            _confirm_all(self.loader)
+        if self.loader.in_the_middle:  # the Trainer stopped early, or failed; what was trained on is in the state
             self.loader.load_state_dict(self.loader.state_dict())
         empty = True
         for batch in self.loader:
@@ -78,22 +77,24 @@ class _Train:
 
 
 class _SaveState(TrainerCallback):
-    """Adds the state to each checkpoint. A step's batches have all been trained on when it is saved."""
+    """Tells the loader what was trained on, and adds the state to each checkpoint."""
 
     def __init__(self, loader: PositionedLoader) -> None:
         self._loader = loader
 
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """A micro-batch was trained on."""
+        self._loader.confirm()
+        self._loader.confirm_end()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """So was the last of a step."""
+        self.on_substep_end()
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  (Trainer's)
-        _confirm_all(self._loader)
         gathered = gather_state(self._loader.state_dict())
         if args.should_save:
             torch.save(gathered, Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE_FILE)
-
-
-def _confirm_all(loader: PositionedLoader) -> None:
-    for _ in range(loader.unconfirmed):
-        loader.confirm()
-    loader.confirm_end()
 
 
 def _load(folder: Path) -> Any:

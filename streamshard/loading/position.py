@@ -17,6 +17,7 @@ class _Handed(NamedTuple):
     marks: Mapping[int, Mark] | None
     end: bool
     worker: int
+    last: bool = False  # known to be the last batch of the epoch
 
 
 class Position:
@@ -46,10 +47,10 @@ class Position:
         self._confirmed = self._at_boundary = 0
         self._told = False
 
-    def hand_out(self, marks: Mapping[int, Mark], worker: int = 0) -> None:
+    def hand_out(self, marks: Mapping[int, Mark], worker: int = 0, *, last: bool = False) -> None:
         """A batch goes out; `worker` made it, where that matters."""
         self.handed_out += 1
-        self._handed.append(_Handed(marks, end=False, worker=worker))
+        self._handed.append(_Handed(marks, end=False, worker=worker, last=last))
 
     def end(self, marks: Mapping[int, Mark] | None) -> None:
         """There is nothing more; without `marks` partitions are where the last batch left them, and done."""
@@ -68,14 +69,16 @@ class Position:
 
     def confirm(self) -> Mapping[int, Mark]:
         """The earliest entry not confirmed is now part of what was read. Returns what became part of the state by it."""
-        marks, end, worker = self._handed.popleft()
+        marks, end, worker, last = self._handed.popleft()
         if marks is None:
             marks = {p: (part.turn, True, part.cursor) for p, part in self._after(self._since).items()}
         self._since.update(marks)
         if not end:
             self._confirmed += 1
             self.last_worker = worker
-            if self._confirmed % self._accumulation:
+            if (
+                self._confirmed % self._accumulation and not last
+            ):  # the last batch completes the step that it finds begun
                 return {}
         self.ended = end
         added, self._since = self._since, {}  # the end completes the optimizer step that it finds begun

@@ -8,15 +8,12 @@ from typing import Any
 
 from streamshard.dataset import StreamDataset, left_in_the_middle
 from streamshard.errors import UsageError
-from streamshard.frameworks.callers import nearest, refuse_one_file_for_all
+from streamshard.frameworks.callers import lightning_trains, refuse_one_file_for_all
 from streamshard.iteration import Mark, Share
 from streamshard.loading.position import Position
 from streamshard.state import State
 
 _logger = logging.getLogger("streamshard")
-
-_LIGHTNING_TRAINS = ("lightning.pytorch.loops.fit_loop", "lightning.pytorch.loops.training_epoch_loop")
-_LIGHTNING_EVALUATES = ("lightning.pytorch.loops.evaluation_loop", "lightning.pytorch.loops.prediction_loop")
 
 
 class PositionedLoader:
@@ -52,6 +49,9 @@ class PositionedLoader:
 
     def _acknowledge(self, marks: Mapping[int, Mark]) -> None:
         """`marks` became part of the state."""
+
+    def _stop(self) -> None:
+        """A state is about to be loaded: whoever still reads for this loader must not write into what is shared any more."""
 
     def _reset(self) -> None:
         """A state was loaded: what is being read is of no use any more."""
@@ -96,8 +96,7 @@ class PositionedLoader:
         return not position.complete or position.unconfirmed > 0
 
     def _refuse_bare_trainer(self) -> None:
-        loop = None if self._by_call else nearest(*_LIGHTNING_TRAINS, *_LIGHTNING_EVALUATES)
-        if loop in _LIGHTNING_TRAINS:
+        if not self._by_call and lightning_trains():
             raise UsageError(
                 f"Lightning takes batches ahead of the training and saves rank 0's state only: checkpoints would lose samples. "
                 f"Pass trainer.fit(model, datamodule=LightningData(loader)), from streamshard.frameworks.lightning, "
@@ -105,7 +104,7 @@ class PositionedLoader:
             )
 
     def _handed_out(self, position: Position, marks: Mapping[int, Mark], worker: int = 0) -> None:
-        position.hand_out(marks, worker)
+        position.hand_out(marks, worker, last=position.handed_out + 1 == position.expected)
         if not self._by_call:
             self._acknowledge(position.confirm())
 
@@ -114,6 +113,14 @@ class PositionedLoader:
         self.dataset.finish(position.epoch)
 
     # ----------------------------------------------------------------------------------------------------- position
+
+    def _check_confirmed(self) -> None:
+        position = self._position
+        if position is not None and position.complete and position.unconfirmed and not self.dataset.has_pending_state:
+            raise UsageError(
+                f"a new epoch was begun while the last {position.unconfirmed} batches of the one before are not confirmed: "
+                f"call confirm() for them first, or load_state_dict(state_dict()) to get them again"
+            )
 
     def _warn_if_left_in_the_middle(self) -> None:
         if self.in_the_middle:
@@ -164,6 +171,7 @@ class PositionedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from `state` with the next iteration; `allow` and errors as in `StreamDataset.load_state_dict`."""
+        self._stop()
         self.dataset.load_state_dict(state, allow)
         self._reset()
         self._position = None

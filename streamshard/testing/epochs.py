@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+from streamshard.errors import UsageError
 from streamshard.testing.resume import Resumable, ResumeReport, digest, through_msgpack
 
 R = TypeVar("R", bound=Resumable)
@@ -25,8 +26,8 @@ def assert_exact_epochs(
     StreamLoader, torchdata.nodes' Loader.
 
     factory: makes a fresh loader, as a restarted job would.
-    stops: after how many batches of an epoch to stop; negative numbers count from its end, so that -1 is one before the last
-        and 0 before the first. The last batch, and the end of the epoch, are always among them. Default: the middle.
+    stops: after how many batches of an epoch to stop, from 1; negative numbers count from its end, so that -1 is one before the
+        last. The last batch, and the end of the epoch, are always among them. Default: the middle.
     set_epoch: called with the loader and the number of the epoch before each, for loaders whose epoch a script has to set.
     close: ends a loader that is of no more use.
 
@@ -47,8 +48,10 @@ def assert_exact_epochs(
     resumes = 0
     for epoch in range(epochs):
         length = len(runs[epoch])
-        chosen = {length // 2} if stops is None else {stop % length for stop in stops}
-        for stop in sorted({stop for stop in chosen if stop} | {length, length + 1}):
+        chosen = {max(1, length // 2)} if stops is None else {stop if stop > 0 else length + stop for stop in stops}
+        if not all(0 < stop <= length for stop in chosen):
+            raise UsageError(f"stops={stops!r}: epoch {epoch} has {length} batches; stop after 1 to {length} of them")
+        for stop in sorted(chosen | {length, length + 1}):
             loader = factory()
             loader.load_state_dict(states[epoch][stop - 1])
             ended = stop > length

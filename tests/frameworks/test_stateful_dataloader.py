@@ -136,3 +136,13 @@ def test_the_state_of_a_loader_without_workers_merges_too(dataset_150):
     dataset = ss.StreamDataset(dataset_150, partitions=48, shuffle_buffer=9, seed=5)
     dataset.load_state_dict(ss.merge_states([loader.state_dict()]))
     assert sorted(flat(head) + [sample["id"] for sample in dataset]) == list(range(150))
+
+
+def test_merged_at_the_end_of_an_epoch_it_resumes_to_the_next(dataset_150):
+    loader = stateful(dataset_150, workers=3)
+    first = list(loader)
+    dataset = ss.StreamDataset(dataset_150, partitions=48, shuffle_buffer=9, seed=5)
+    dataset.load_state_dict(ss.merge_states([loader.state_dict()]))
+    assert dataset.epoch == 1
+    second = [sample["id"] for sample in dataset]
+    assert sorted(second) == sorted(flat(first))

@@ -279,3 +279,27 @@ def test_a_pass_handed_out_to_its_end_and_not_confirmed_is_in_the_middle(dataset
     assert list(resumed) == batches[-1:]
     loader.confirm()
     assert not loader.in_the_middle
+
+
+def test_an_epoch_begun_before_the_last_is_confirmed_is_refused(dataset_61):
+    loader = tracked(dataset_61)
+    loader.confirm_by_call()
+    list(loader)
+    with pytest.raises(ss.UsageError, match="the last 16 batches of the one before are not confirmed: call confirm"):
+        next(iter(loader))
+
+
+def test_another_epoch_set_after_the_end_is_in_the_state(dataset_61):
+    dataset = ss.StreamDataset(dataset_61, partitions=4)
+    first = [sample["id"] for sample in dataset]
+    dataset.set_epoch(0)
+    resumed = ss.StreamDataset(dataset_61, partitions=4)
+    resumed.load_state_dict(dataset.state_dict())
+    assert [sample["id"] for sample in resumed] == first == [sample["id"] for sample in dataset]
+
+
+def test_a_rank_s_state_is_not_gathered_without_the_others(dataset_61):
+    dataset = ss.StreamDataset(dataset_61, partitions=4, topology=ss.Topology(0, 2))
+    next(iter(dataset))
+    with pytest.raises(ss.UsageError, match="that of rank 0/2, and there is no process group"):
+        ss.gather_state(dataset.state_dict())
