@@ -26,9 +26,8 @@ check: $(STAMP)  ## linter, formatter, type checker
 demo: $(STAMP)  ## train, kill -9, resume, and the proof that nothing was lost or repeated
 	$(BIN)/python examples/demo.py
 
-bench: $(BENCH)/.installed  ## beside other libraries: some three hours; PEERS= passes options
+bench: $(BENCH)/.installed  ## beside other libraries, for hours; PEERS="--scale 0.02 --rounds 1" tries it out
 	$(BENCH)/bin/python -m benchmarks.peers $(PEERS)
-	$(BENCH)/bin/python -m benchmarks.peers.tables
 
 $(BENCH)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(BENCH)

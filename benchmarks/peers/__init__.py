@@ -12,5 +12,4 @@ place.py       a directory or the S3 server, as the contenders are told of it
 contender.py   what a contender has to be able to do;  one file for each
 measure.py     one run, in a process of its own: python -m benchmarks.peers.measure '{...}'
 __main__.py    alternates the runs and keeps raw figures
-tables.py      the page docs/benchmarks.md and its charts, from the raw figures
 """
