@@ -35,6 +35,7 @@ from streamshard.state import (
     PartitionState,
     Snapshot,
     State,
+    check_epoch,
     check_fingerprint,
     check_scope,
     decode_state,
@@ -204,12 +205,7 @@ class StreamDataset(IterableDataset[Any]):
             self._told_epoch = True
             return
         pending = self._pending
-        if pending is not None and epoch != pending.epoch and not (pending.at_end and epoch == pending.epoch + 1):
-            place = "at the end of" if pending.at_end else "in"
-            raise UsageError(
-                f"set_epoch({epoch}) contradicts the loaded state, which is {place} epoch {pending.epoch}; iterate first, or "
-                f"call set_epoch({pending.epoch + pending.at_end})"
-            )
+        check_epoch(pending, epoch)
         self._rest_first = pending is not None and epoch == pending.epoch
         self._shared[_EPOCH] = epoch
         self._set_elsewhere = epoch != self._iteration_epoch + 1
@@ -445,10 +441,11 @@ class StreamDataset(IterableDataset[Any]):
         """For loaders: the items that are to come in each share; None where only reading tells, see `why_uncounted`."""
         if self._repeat or uncounted(self.steps):
             return None
+        first = shares[0]  # all are about the same epoch
+        book = Book(replace(self._order, partitions=first.parts), self._timeline(first.history))
+        order = book.epoch(first.epoch)[0]
         found = []
         for share in shares:
-            book = Book(replace(self._order, partitions=share.parts), self._timeline(share.history))
-            order = book.epoch(share.epoch)[0]
             left = [
                 items_left(self.steps, part.cursor, order.partition_size(p) - innermost(part.cursor)[1])
                 for p, part in share.live.items()

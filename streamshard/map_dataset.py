@@ -25,6 +25,7 @@ from streamshard.state import (
     PartitionState,
     Snapshot,
     State,
+    check_epoch,
     check_fingerprint,
     check_scope,
     decode_state,
@@ -247,11 +248,7 @@ class IndexSampler(Sampler[int]):
         if not isinstance(epoch, int) or epoch < 0:
             raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
         pending = self._pending
-        if pending is not None and epoch != pending.epoch and not (pending.at_end and epoch == pending.epoch + 1):
-            raise UsageError(
-                f"set_epoch({epoch}) contradicts the loaded state, which is {'at the end of' if pending.at_end else 'in'} "
-                f"epoch {pending.epoch}; iterate first, or call set_epoch({pending.epoch + pending.at_end})"
-            )
+        check_epoch(pending, epoch)
         self._rest_first = pending is not None and epoch == pending.epoch
         self._epoch, self._advance = epoch, False
 

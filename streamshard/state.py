@@ -133,6 +133,17 @@ def check_scope(scope: str, reader: Reader) -> None:
     )
 
 
+def check_epoch(pending: Snapshot | None, epoch: int) -> None:
+    """Whether ``set_epoch(epoch)`` agrees with a loaded state: its own epoch, or after the end of that the next."""
+    if pending is None or epoch == pending.epoch or (pending.at_end and epoch == pending.epoch + 1):
+        return
+    place = "at the end of" if pending.at_end else "in"
+    raise UsageError(
+        f"set_epoch({epoch}) contradicts the loaded state, which is {place} epoch {pending.epoch}; iterate first, or call "
+        f"set_epoch({pending.epoch + pending.at_end})"
+    )
+
+
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any], allow: Iterable[str]) -> None:
     """Refuse a state that was made with other settings, naming the first one that differs."""
     for name in allow:

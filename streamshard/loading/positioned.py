@@ -66,11 +66,6 @@ class PositionedLoader:
         """
         self._by_call = True
 
-    @property
-    def unconfirmed(self) -> int:
-        """Batches handed out for which `confirm` is still to be called."""
-        return 0 if self._position is None else self._position.unconfirmed
-
     def confirm(self) -> None:
         """The earliest batch handed out and not confirmed was trained on. Raises `UsageError` if there is none."""
         position = self._position
@@ -140,16 +135,16 @@ class PositionedLoader:
         if position is None or position.complete or self.dataset.has_pending_state:
             shares = self.dataset.shares(self._reading())
             position = self._new_position(shares)
-        if position.expected is None:
-            raise TypeError(f"the number of batches is not known: {self.dataset.why_uncounted()}")
-        return position.before + position.expected
+        return position.before + self._expected(position)
 
     def full_length(self) -> int:
         """Batches of this rank in an epoch from its beginning. Raises TypeError where `len` does."""
-        expected = self._new_position(self.dataset.shares(self._reading(), fresh=True)).expected
-        if expected is None:
+        return self._expected(self._new_position(self.dataset.shares(self._reading(), fresh=True)))
+
+    def _expected(self, position: Position) -> int:
+        if position.expected is None:
             raise TypeError(f"the number of batches is not known: {self.dataset.why_uncounted()}")
-        return expected
+        return position.expected
 
     # -------------------------------------------------------------------------------------------------------- state
 

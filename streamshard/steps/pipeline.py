@@ -43,13 +43,19 @@ def open_stages(
     steps: Sequence[Step], cursor: Cursor, context: StepContext, source: Callable[[Cursor], Stage]
 ) -> Stage:
     """The stages of one partition, resumed at `cursor`: the last one, which pulls from the others."""
-    cursors = [cursor]
-    for step in reversed(steps):
-        cursors.append(step.inner(cursors[-1]))
+    cursors = _cursors(steps, cursor)
     stage = source(cursors.pop())
     for place, step in enumerate(steps):
         stage = step.open(stage, cursors.pop(), replace(context, place=place))
     return stage
+
+
+def _cursors(steps: Sequence[Step], cursor: Cursor) -> list[Cursor]:
+    """`cursor` taken apart: that of the last step first, the source's last."""
+    cursors = [cursor]
+    for step in reversed(steps):
+        cursors.append(step.inner(cursors[-1]))
+    return cursors
 
 
 def items_left(steps: Sequence[Step], cursor: Cursor, samples: int) -> int | None:
@@ -57,9 +63,7 @@ def items_left(steps: Sequence[Step], cursor: Cursor, samples: int) -> int | Non
 
     None where only reading tells; `uncounted` says which step it is.
     """
-    cursors = [cursor]
-    for step in reversed(steps):
-        cursors.append(step.inner(cursors[-1]))
+    cursors = _cursors(steps, cursor)
     left: int | None = samples
     for step, own in zip(steps, cursors[-2::-1], strict=True):
         if left is None:
