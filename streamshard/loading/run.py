@@ -15,7 +15,7 @@ from streamshard.iteration import Mark
 from streamshard.loading.formed import Formed, Source
 from streamshard.loading.handover import Handover
 from streamshard.loading.position import Position
-from streamshard.loading.producer import JOIN_S, Producer
+from streamshard.loading.producer import JOIN_S, Direct, Producer, Ready
 from streamshard.staging.buffers import Buffers
 from streamshard.staging.device import Device
 from streamshard.staging.stager import Slot, Stager
@@ -63,7 +63,8 @@ class Staging:
 
 
 class Run:
-    """A source being read ahead. `take` and `close` are for the thread of the training loop.
+    """A source being read, `prefetch` batches ahead (0: when they are asked for). `take` and `close` are for the thread of
+    the training loop.
 
     pin: hand out pinned host memory.
     """
@@ -73,8 +74,9 @@ class Run:
     ) -> None:
         self.position = position
         self._source = source
-        self._producer = Producer(source, prefetch, _pin if pin else None)
-        self._ready: Handover[Formed] = self._producer.ready
+        finish = _pin if pin else None
+        self._producer = Producer(source, prefetch, finish) if prefetch else Direct(source, finish)
+        self._ready: Ready = self._producer.ready
         self._take = self._ready.take
         self._stager: Stager[Formed] | None = None
         self._pool: BufferPool | None = None
@@ -82,13 +84,18 @@ class Run:
         self._pid = os.getpid()
         if staging is not None:
             self._pool = staging.pool
-            self._ready = Handover(len(staging.slots) + 1)
+            staged: Handover[Formed] = Handover(len(staging.slots) + 1)
+            self._ready = staged
             give_back = _forget if staging.pool is None else staging.pool.give_back
             self._stager = Stager(
-                self._take, staging.device, self._ready, give_back, slots=staging.slots, dtypes=staging.dtypes
+                self._take, staging.device, staged, give_back, slots=staging.slots, dtypes=staging.dtypes
             )
             self._take = self._stager.take
         _running.add(self)
+
+    def start(self) -> None:
+        """Begin to read ahead."""
+        self._producer.start()
 
     def take(self) -> Formed | None:
         """The next batch; None at the end or when closed."""

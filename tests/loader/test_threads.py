@@ -72,10 +72,11 @@ def test_without_a_batch_size_the_items_of_the_pipeline_come_as_they_are(dataset
     assert [digest(batch) for batch in ss.StreamLoader(dataset)] == expected
 
 
+@pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("snapshot", ["cursor", "contents"])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_loader_resumes_at_every_batch_whatever_is_prefetched(dataset_47, name, snapshot):
-    assert_exact_resume(lambda: loader_of(dataset_47, *PIPELINES[name], snapshot=snapshot, prefetch=3))
+def test_a_loader_resumes_at_every_batch_whatever_is_prefetched(dataset_47, name, snapshot, prefetch):
+    assert_exact_resume(lambda: loader_of(dataset_47, *PIPELINES[name], snapshot=snapshot, prefetch=prefetch))
 
 
 def test_an_endless_loader_resumes_at_every_batch(dataset_47):
@@ -197,8 +198,9 @@ def boom(item):
     return fixed(item)
 
 
-def test_an_exception_in_a_step_comes_out_with_its_traceback_and_the_sample_named(dataset_47):
-    loader = loader_of(dataset_47, ss.Map(boom))
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_exception_in_a_step_comes_out_with_its_traceback_and_the_sample_named(dataset_47, prefetch):
+    loader = loader_of(dataset_47, ss.Map(boom), prefetch=prefetch)
     seen = []
     with pytest.raises(KeyError, match="thirty-one") as caught:
         for batch in loader:
@@ -237,8 +239,29 @@ def test_close_and_the_context_manager_end_the_thread_and_keep_the_state(dataset
     assert sorted(ids([first]) + ids(resumed)) == list(range(47))
 
 
-def test_a_new_iterator_ends_the_one_before_and_says_so(dataset_47, caplog):
-    loader = loader_of(dataset_47, ss.Map(fixed))
+def test_without_prefetch_batches_are_formed_by_the_loop_itself_one_when_it_asks(dataset_47):
+    formed = []
+
+    def note(item):
+        formed.append((item["id"], threading.current_thread()))
+        return fixed(item)
+
+    with loader_of(dataset_47, ss.Map(note), prefetch=0) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        assert sorted(i for i, _ in formed) == sorted(ids([first]))
+        assert {thread for _, thread in formed} == {threading.current_thread()}
+        assert loader.counters().waits == 1
+    with pytest.raises(ss.UsageError, match="ended by a newer one, or by close"):
+        next(batches)
+    resumed = loader_of(dataset_47, ss.Map(fixed), prefetch=0)
+    resumed.load_state_dict(loader.state_dict(), allow={"steps"})
+    assert sorted(ids([first]) + ids(resumed)) == list(range(47))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_new_iterator_ends_the_one_before_and_says_so(dataset_47, caplog, prefetch):
+    loader = loader_of(dataset_47, ss.Map(fixed), prefetch=prefetch)
     old = iter(loader)
     next(old)
     with caplog.at_level(logging.WARNING, "streamshard"):
@@ -250,9 +273,10 @@ def test_a_new_iterator_ends_the_one_before_and_says_so(dataset_47, caplog):
     assert len(ids(new)) == 43
 
 
-def test_closing_does_not_wait_for_a_store_that_does_not_answer(tmp_path, monkeypatch):
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_closing_does_not_wait_for_a_store_that_does_not_answer(tmp_path, monkeypatch, prefetch):
     directory = write_dataset(tmp_path / "ds", 47)
-    loader = loader_of(directory, ss.Map(fixed))
+    loader = loader_of(directory, ss.Map(fixed), prefetch=prefetch)
     asked = threading.Event()
 
     def never(*args, **kwargs):
@@ -305,8 +329,13 @@ def test_a_collate_of_the_user_s_gets_the_list_of_items(dataset_47):
     ("options", "message"),
     [
         ({"batch_size": 0}, r"batch_size=0\): it must be an int >= 1"),
+        ({"prefetch": -1}, r"prefetch=-1\): it must be an int >= 0"),
+        (
+            {"prefetch": 0, "workers": 2},
+            r"prefetch=0\) forms batches only when asked, but workers=2 is there to be ahead",
+        ),
         ({"batch_size": "8"}, "batch_size='8'"),
-        ({"prefetch": 0}, "prefetch=0"),
+        ({"prefetch": True}, "prefetch=True"),
         ({"accumulation": 0}, "accumulation=0"),
         ({"collate": list}, "pass batch_size= too"),
         ({"batch_size": 2, "collate": 3}, "collate=3"),
