@@ -3,7 +3,10 @@ of ``make bench``.
 
 Every round runs each contender once in each case (corpus, place, workers), each time in a process of its own; the
 order of the contenders turns from round to round. Figures and ratios are medians over rounds. Cold means: nothing in
-a cache directory, a new process, new connections; the operating system's page cache is warm for all alike.
+a cache directory, a new process, new connections; the operating system's page cache is warm for all alike. Resuming is
+timed without workers, from states saved in the middle of the epoch before the first round.
+
+``--check`` reads everything once and compares each sample with what was written, instead of timing.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import argparse
 import importlib
 import itertools
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -27,6 +32,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.corpora import SCRATCH
+from benchmarks.peers.contender import BATCH
 from benchmarks.peers.corpora import CORPORA
 from benchmarks.peers.place import BUCKET, Place
 from benchmarks.report import RESULTS
@@ -34,6 +40,7 @@ from streamshard.testing.servers import S3Server, s3_server
 
 CONTENDERS = (
     "ours",
+    "ours_defaults",
     "reader",
     "peer_litdata",
     "peer_streaming",
@@ -89,26 +96,30 @@ def _rss(process: psutil.Process) -> int:
 class Bench:
     """The places of every contender's corpora, and the runs over them."""
 
-    def __init__(self, args: argparse.Namespace, server: S3Server) -> None:
+    def __init__(self, args: argparse.Namespace, server: S3Server, folder: Path) -> None:
         self.args = args
         self.server = server
+        self.folder = folder
+        self.states: dict[tuple[str, str, str], dict] = {}
         self.contenders = {name: importlib.import_module(f"benchmarks.peers.{name}") for name in args.contenders}
 
     def count(self, corpus: str) -> int:
         return max(64, int(CORPORA[corpus].count * self.args.scale))
 
     def directory(self, contender: str, corpus: str) -> Path:
-        return SCRATCH / "peers" / f"{contender}-{corpus}-{self.count(corpus)}"
+        data = self.contenders[contender].DATA
+        return SCRATCH / "peers" / f"{data}-{corpus}-{self.count(corpus)}"
 
     def place(self, contender: str, corpus: str, where: str, cache: str = "") -> Place:
         if where == "local":
             return Place(str(self.directory(contender, corpus)), cache)
-        url = f"s3://{BUCKET}/{contender}/{corpus}"
+        url = f"s3://{BUCKET}/{self.contenders[contender].DATA}/{corpus}"
         return Place(url, cache, self.server.endpoint, self.server.access_key, self.server.secret_key)
 
     def prepare(self) -> None:
         """Write what is not there, and upload all of it."""
-        for contender, corpus in itertools.product(self.contenders, self.args.corpora):
+        owners = [name for name, module in self.contenders.items() if name == module.DATA]
+        for contender, corpus in itertools.product(owners, self.args.corpora):
             directory = self.directory(contender, corpus)
             done = directory.with_suffix(".done")
             if not done.exists():
@@ -124,9 +135,14 @@ class Bench:
 
     @contextmanager
     def cold(self, contender: str, corpus: str, where: str) -> Iterator[Place]:
-        """The place with an empty cache."""
-        with tempfile.TemporaryDirectory(dir=SCRATCH, prefix="cache-") as cache:
-            yield self.place(contender, corpus, where, cache)
+        """The place with an empty cache, always at the same path: litdata's state resumes only there."""
+        cache = SCRATCH / "cache"
+        shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir()
+        try:
+            yield self.place(contender, corpus, where, str(cache))
+        finally:
+            shutil.rmtree(cache, ignore_errors=True)
 
     def cases(self) -> list[tuple[str, str, int]]:
         return list(itertools.product(self.args.corpora, self.args.places, self.args.workers))
@@ -144,24 +160,44 @@ class Bench:
                 asked = {"contender": name, "corpus": corpus, "workers": workers}
                 with self.cold(name, corpus, where) as place:
                     row = run(kind="epoch", place=asdict(place), seed=number, **asked)
-                if self.contenders[name].RESUMES:
-                    row["resume"] = self.resume(name, corpus, where, workers)
+                if workers == 0 and self.contenders[name].RESUMES:
+                    row |= self.resume(name, corpus, where)
                 rows.append({**asked, "place": where, "round": number, **row})
                 print(json.dumps(rows[-1])[:300], flush=True)
         return rows
 
-    def resume(self, name: str, corpus: str, where: str, workers: int) -> dict:
+    def save(self, name: str, corpus: str, where: str) -> dict:
+        """Size in bytes, and name of the file, of a state in the middle of the epoch; saved once."""
+        if (name, corpus, where) not in self.states:
+            state = str(self.folder / f"state-{name}-{corpus}-{where}")
+            batches = self.count(corpus) // BATCH // 2
+            with self.cold(name, corpus, where) as place:
+                asked = {"contender": name, "corpus": corpus, "place": asdict(place)}
+                self.states[name, corpus, where] = run(kind="save", batches=batches, state=state, **asked)
+            self.states[name, corpus, where]["state"] = state
+        return self.states[name, corpus, where]
+
+    def resume(self, name: str, corpus: str, where: str) -> dict:
         """State size, and seconds from it to the next batch, in a new process with a cold cache."""
-        asked = {"contender": name, "corpus": corpus, "workers": workers}
-        batches = self.count(corpus) // 32 // 2
-        with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
-            state = str(Path(folder) / "state")
-            with self.cold(name, corpus, where) as place:
-                saved = run(kind="save", place=asdict(place), batches=batches, state=state, **asked)
-            if "error" in saved:
-                return saved
-            with self.cold(name, corpus, where) as place:
-                return {**saved, **run(kind="resume", place=asdict(place), state=state, **asked)}
+        saved = self.save(name, corpus, where)
+        if "error" in saved:
+            return {"resume_error": saved["error"]}
+        with self.cold(name, corpus, where) as place:
+            found = run(kind="resume", contender=name, corpus=corpus, place=asdict(place), state=saved["state"])
+        if "error" in found:
+            return {"resume_error": found["error"]}
+        return {"state_bytes": saved["state_bytes"], "resume": found["resume"]}
+
+    def server_limit(self, corpus: str, parallel: int = 4) -> dict:
+        """What the server gives to curl, which does nothing with it: bytes of our shards a second."""
+        place = self.place("ours", corpus, "s3")
+        client, keys = place.client(), [key for key in place.names() if key.endswith(".zst")]
+        urls = [client.generate_presigned_url("get_object", {"Bucket": BUCKET, "Key": key}) for key in keys]
+        size = sum(file.stat().st_size for file in self.directory("ours", corpus).rglob("*.zst"))
+        command = ["curl", "--silent", "--parallel", "--parallel-max", str(parallel)]
+        began = time.perf_counter()
+        subprocess.run([*command, *(word for url in urls for word in ("-o", "/dev/null", url))], check=True)
+        return {"corpus": corpus, "bytes_a_second": size / (time.perf_counter() - began), "parallel": parallel}
 
     def check(self) -> list[dict]:
         """Whether each contender delivers each sample once, in every case."""
@@ -184,20 +220,27 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the corpora; 0.05 to try it out")
+    parser.add_argument("--check", action="store_true", help="compare every sample with what was written instead")
     parser.add_argument("--output", default=str(RESULTS / "peers.json"))
     args = parser.parse_args()
     SCRATCH.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=SCRATCH) as directory, s3_server(Path(directory)) as server:
         server.make_bucket(BUCKET)
-        bench = Bench(args, server)
+        bench = Bench(args, server, Path(directory))
         bench.prepare()
-        result = {
+        if args.check:
+            bench.check()
+            return
+        result: dict = {
             "versions": {module.PACKAGE: metadata.version(module.PACKAGE) for module in bench.contenders.values()},
+            "machine": {"python": platform.python_version(), "cpus": os.cpu_count(), "machine": platform.machine()},
             "scale": args.scale,
-            "checks": bench.check(),
+            "server": [],
             "rows": [],
         }
         for number in range(args.rounds):
+            if "s3" in args.places and "ours" in bench.contenders:
+                result["server"] += [bench.server_limit(corpus) for corpus in args.corpora]
             result["rows"] += bench.round(number)
             Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
 

@@ -13,8 +13,11 @@ BATCH = 32
 
 
 class Contender(Protocol):
-    """A module of this package. `REMOTE` says whether it reads from S3, `RESUMES` whether it has a state of its own."""
+    """A module of this package. `REMOTE` says whether it reads from S3, `RESUMES` whether it has a state of its own,
+    `DATA` which contender has written what it reads.
+    """
 
+    DATA: str
     PACKAGE: str
     REMOTE: bool
     RESUMES: bool

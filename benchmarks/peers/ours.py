@@ -1,4 +1,7 @@
-"""streamshard: `StreamLoader` at its defaults."""
+"""streamshard: `StreamLoader` with as many samples in its shuffle buffers as the others have, 1024 (4 partitions of 256, read
+in 8 places), and without a thread of its own where there are no workers: the loop has nothing to do meanwhile, and the others
+have none either.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import Place
 
 PACKAGE, REMOTE, RESUMES = "streamshard", True, True
+DATA = "ours"
 
 
 def write(samples: Iterator[dict], directory: Path, corpus: Corpus) -> None:
@@ -22,9 +26,12 @@ def write(samples: Iterator[dict], directory: Path, corpus: Corpus) -> None:
 
 
 def load(place: Place, corpus: Corpus, workers: int, seed: int) -> Iterable[list[dict]]:  # noqa: ARG001  (all alike)
-    dataset = ss.StreamDataset(place.url, seed=seed, storage_options=place.s3fs_options or None)
+    options = place.s3fs_options or None
+    dataset = ss.StreamDataset(place.url, seed=seed, partitions=4, shuffle_buffer=256, storage_options=options)
     # fork, as torch's DataLoader does for the others on Linux: so that CPU seconds of workers are counted for all alike
-    return ss.StreamLoader(dataset, batch_size=BATCH, collate=as_list, workers=workers, start_method="fork")
+    return ss.StreamLoader(
+        dataset, batch_size=BATCH, collate=as_list, workers=workers, start_method="fork", prefetch=2 if workers else 0
+    )
 
 
 def state(loader: Any, iterator: Any) -> Any:  # noqa: ARG001  (all alike)

@@ -23,6 +23,7 @@ from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import BUCKET, Place
 
 PACKAGE, REMOTE, RESUMES = "datasets", True, True
+DATA = "peer_datasets"
 BUFFER, SHARDS = 1000, 1  # its default of 10 shards mixes better and is ten times slower
 
 SCHEMAS = {

@@ -19,6 +19,7 @@ from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import Place
 
 PACKAGE, REMOTE, RESUMES = "grain", False, True
+DATA = "peer_grain"
 THREADS, BUFFER, PER_WORKER = 0, 0, 8  # its defaults (16, 500, 1) are half as fast here
 
 

@@ -19,6 +19,7 @@ from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import Place
 
 PACKAGE, REMOTE, RESUMES = "litdata", True, True
+DATA = "peer_litdata"
 
 # It downloads with obstore and client options of its own, which leave no other way to allow plain HTTP.
 downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001

@@ -18,6 +18,7 @@ from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import Place
 
 PACKAGE, REMOTE, RESUMES = "squirrel-core", True, False
+DATA = "peer_squirrel"
 BUFFER, KEYS = 1000, 100
 
 

@@ -39,6 +39,7 @@ from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import Place
 
 PACKAGE, REMOTE, RESUMES = "streaming-community", True, True
+DATA = "peer_streaming"
 PREDOWNLOAD = (
     4096  # samples; its page on performance says to raise it when a loader waits: twice as fast here as the default
 )

@@ -16,6 +16,7 @@ from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import BUCKET, Place
 
 PACKAGE, REMOTE, RESUMES = "webdataset", True, False
+DATA = "peer_webdataset"
 BUFFER, SHARDS = 1000, 100
 
 

@@ -17,6 +17,7 @@ from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import BUCKET, Place
 
 PACKAGE, REMOTE, RESUMES = "zstandard", True, False
+DATA = "reader"
 BUFFER = 1000
 
 
