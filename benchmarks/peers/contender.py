@@ -38,3 +38,14 @@ class Contender(Protocol):
 def as_list(items: list[dict]) -> list[dict]:
     """Collation that leaves samples as they are: ragged tokens cannot be stacked, and all contenders do the same."""
     return items
+
+
+def state(loader: Any, iterator: Any) -> Any:  # noqa: ARG001  (all alike)
+    """Of a loader that has it itself."""
+    return loader.state_dict()
+
+
+def resume(loader: Any, state: Any) -> Iterator[list[dict]]:
+    """A loader that takes its own state."""
+    loader.load_state_dict(state)
+    return iter(loader)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import streamshard as ss
-from benchmarks.peers.contender import BATCH, as_list
+from benchmarks.peers.contender import BATCH, as_list, resume, state
 from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import Place
+
+__all__ = ["load", "resume", "state", "write"]
 
 PACKAGE, REMOTE, RESUMES = "streamshard", True, True
 DATA = "ours"
@@ -32,12 +33,3 @@ def load(place: Place, corpus: Corpus, workers: int, seed: int) -> Iterable[list
     return ss.StreamLoader(
         dataset, batch_size=BATCH, collate=as_list, workers=workers, start_method="fork", prefetch=2 if workers else 0
     )
-
-
-def state(loader: Any, iterator: Any) -> Any:  # noqa: ARG001  (all alike)
-    return loader.state_dict()
-
-
-def resume(loader: Any, state: Any) -> Iterator[list[dict]]:
-    loader.load_state_dict(state)
-    return iter(loader)

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import streamshard as ss
-from benchmarks.peers.contender import BATCH, as_list
+from benchmarks.peers.contender import BATCH, as_list, resume, state
 from benchmarks.peers.corpora import Corpus
-from benchmarks.peers.ours import resume, state, write
+from benchmarks.peers.ours import write
 from benchmarks.peers.place import Place
 
 __all__ = ["load", "resume", "state", "write"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -18,9 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from benchmarks.peers.contender import BATCH, as_list
+from benchmarks.peers.contender import BATCH, as_list, resume, state
 from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import BUCKET, Place
+
+__all__ = ["load", "resume", "state", "write"]
 
 PACKAGE, REMOTE, RESUMES = "datasets", True, True
 DATA = "peer_datasets"
@@ -76,12 +77,3 @@ def load(place: Place, corpus: Corpus, workers: int, seed: int) -> Iterable[list
         stream, batch_size=BATCH, num_workers=workers, collate_fn=_with_arrays if corpus.name == "tokens" else as_list,
         prefetch_factor=2 if workers else None, snapshot_every_n_steps=100,
     )  # fmt: skip
-
-
-def state(loader: Any, iterator: Any) -> Any:  # noqa: ARG001  (all alike)
-    return loader.state_dict()
-
-
-def resume(loader: Any, state: Any) -> Iterator[list[dict]]:
-    loader.load_state_dict(state)
-    return iter(loader)

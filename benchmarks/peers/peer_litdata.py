@@ -14,9 +14,11 @@ os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")
 import litdata
 from litdata.streaming import downloader
 
-from benchmarks.peers.contender import BATCH, as_list
+from benchmarks.peers.contender import BATCH, as_list, resume, state
 from benchmarks.peers.corpora import SHARD_BYTES, Corpus
 from benchmarks.peers.place import Place
+
+__all__ = ["load", "resume", "state", "write"]
 
 PACKAGE, REMOTE, RESUMES = "litdata", True, True
 DATA = "peer_litdata"
@@ -50,12 +52,3 @@ def load(place: Place, corpus: Corpus, workers: int, seed: int) -> Iterable[list
         dataset, batch_size=BATCH, num_workers=workers, collate_fn=as_list, drop_last=False,
         prefetch_factor=2 if workers else None,
     )  # fmt: skip
-
-
-def state(loader: Any, iterator: Any) -> Any:  # noqa: ARG001  (all alike)
-    return loader.state_dict()
-
-
-def resume(loader: Any, state: Any) -> Iterator[list[dict]]:
-    loader.load_state_dict(state)
-    return iter(loader)

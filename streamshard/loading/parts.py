@@ -24,13 +24,37 @@ from streamshard.steps.tensors import Empty, collate, fresh
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Stands in the skeleton for a tensor, or with `array` for a numpy array (as bytes), in the segment."""
+    """Stands in the skeleton for a tensor in the segment."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    array: tuple[str, tuple[int, ...]] | None = None
     of_arrays: bool = False  # rows of a tensor that were numpy arrays
+
+
+class At:
+    """Stands in a `Packed` skeleton for a numpy array: bytes [start, stop) of those that are packed."""
+
+    __slots__ = ("dtype", "shape", "start", "stop")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.start = start
+        self.stop = stop
+
+    def __reduce__(
+        self,
+    ) -> tuple[type[At], tuple[object, ...]]:  # a batch has many: three times as quick as a dataclass
+        return At, (self.dtype, self.shape, self.start, self.stop)
+
+
+class Packed(NamedTuple):
+    """A skeleton with numpy arrays in it, whose bytes lie end to end at `offset` in the segment, `size` in all."""
+
+    skeleton: Any
+    offset: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +84,28 @@ class Part:
 
 
 def encode(batch: Any, segment: Segment) -> Any:
-    """The skeleton of `batch`, whose tensors are in `segment` afterwards."""
-    return map_leaves(batch, lambda _, leaf: _encode_leaf(leaf, segment))
+    """The skeleton of `batch`, whose tensors are in `segment` afterwards.
+
+    Numpy arrays are packed together: a list of samples has so many that what each costs by itself is what counts.
+    """
+    arrays: list[np.ndarray] = []
+    size = 0
+
+    def encoded(_: Path, leaf: Any) -> Any:
+        nonlocal size
+        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufcmMSU":
+            return _encode_leaf(leaf, segment)
+        start, size = size, size + leaf.nbytes
+        arrays.append(leaf.reshape(-1))
+        return At(leaf.dtype.str, leaf.shape, start, size)
+
+    skeleton = map_leaves(batch, encoded)
+    if not arrays:
+        return skeleton
+    packed = segment.empty((size,), torch.uint8)
+    if size:
+        np.concatenate([np.ascontiguousarray(array).view(np.uint8) for array in arrays], out=packed.numpy())
+    return Packed(skeleton, segment.place(packed), size)
 
 
 def _encode_leaf(leaf: Any, segment: Segment) -> Any:
@@ -72,29 +116,38 @@ def _encode_leaf(leaf: Any, segment: Segment) -> Any:
                 f"workers=0"
             )
         return Leaf(leaf.dtype, tuple(leaf.shape), segment.place(leaf.detach()))
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcmMSU":
-        flat = torch.from_numpy(np.frombuffer(leaf.tobytes(), np.uint8).copy())
-        return Leaf(torch.uint8, (flat.numel(),), segment.place(flat), (leaf.dtype.str, leaf.shape))
     return leaf
 
 
 def decode(skeleton: Any, segment: Segment, size: int, empty: Empty) -> Any:
     """The batch again, copied out of the segment (when that had `size` bytes) into what `empty` gives.
 
-    Numpy arrays are read-only, as they are when they come from the store.
+    Numpy arrays are read-only, as they are when they come from the store, and each has memory of its own: one that is kept
+    does not keep its batch.
     """
+    packed = memoryview(b"")
+    if isinstance(skeleton, Packed):
+        packed = segment.view(skeleton.offset, (skeleton.size,), torch.uint8, size).numpy().data
+        skeleton = skeleton.skeleton
 
     def leaf(_: Path, found: Any) -> Any:
+        if isinstance(found, At):
+            return _array(found, packed)
         if not isinstance(found, Leaf):
             return found
-        view = segment.view(found.offset, found.shape, found.dtype, size)
-        if found.array is not None:
-            return np.frombuffer(view.numpy().tobytes(), found.array[0]).reshape(found.array[1])
         target = empty(found.shape, found.dtype)
-        copy(target, view)
+        copy(target, segment.view(found.offset, found.shape, found.dtype, size))
         return target
 
     return map_leaves(skeleton, leaf)
+
+
+def _array(at: At, packed: memoryview) -> np.ndarray:
+    if at.start == at.stop:
+        array = np.empty(at.shape, at.dtype)
+        array.flags.writeable = False
+        return array
+    return np.frombuffer(bytes(packed[at.start : at.stop]), at.dtype).reshape(at.shape)
 
 
 def encode_rows(items: list[Any], segment: Segment) -> Any:
@@ -112,7 +165,7 @@ def encode_rows(items: list[Any], segment: Segment) -> Any:
         return encode(collate(items, empty=segment.empty), segment)
     if set(map(type, items)) <= _PLAIN:
         return Plain(items)
-    return [encode(item, segment) for item in items]
+    return encode(items, segment)
 
 
 def _alike(items: list[Any]) -> bool:
@@ -163,6 +216,8 @@ def _row(column: Any, row: int, piece: Piece) -> Any:
         return {key: _row(value, row, piece) for key, value in column.items()}
     if isinstance(column, Plain):
         return column.rows[row]
+    if isinstance(column, Packed):
+        return decode(column._replace(skeleton=column.skeleton[row]), piece.segment, piece.part.size, fresh)
     return decode(column[row], piece.segment, piece.part.size, fresh)
 
 
