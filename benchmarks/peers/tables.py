@@ -167,12 +167,28 @@ def chart(figures: Figures, path: Path) -> None:
     fig.savefig(path, dpi=110)
 
 
+def merged(results: list[dict]) -> dict:
+    """The rows of several runs; a contender that is in more than one counts in the first of them only."""
+    first, *others = results
+    for other in others:
+        known = {row["contender"] for row in first["rows"]}
+        first["rows"] += [row for row in other["rows"] if row["contender"] not in known]
+        first["versions"] |= other["versions"]
+    return first
+
+
 def page(result: dict, figures: Figures) -> str:
     """All that stands between the marks."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    machine, rounds = result["machine"], 1 + max(row["round"] for row in result["rows"])
+    machine = result["machine"]
+    rounds: dict[str, int] = {}
+    for row in result["rows"]:
+        rounds[row["contender"]] = max(rounds.get(row["contender"], 0), row["round"] + 1)
+    most = max(rounds.values())
+    fewer = [f"{LABELS[name]} {count}" for name, count in rounds.items() if count < most]
+    counts = f"{most} rounds" + (f" ({', '.join(fewer)})" if fewer else "")
     lines = [
-        f"Python {machine['python']}, {machine['cpus']} cores ({machine['machine']}), {rounds} rounds. {versions}.", "",
+        f"Python {machine['python']}, {machine['cpus']} cores ({machine['machine']}), {counts}. {versions}.", "",
         *summary(figures), "",
         "![Samples a second of all contenders, corpus by corpus](benchmarks.png)", "",
     ]  # fmt: skip
@@ -199,9 +215,11 @@ def page(result: dict, figures: Figures) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", default=str(RESULTS / "peers.json"))
+    parser.add_argument(
+        "--input", nargs="+", default=sorted(map(str, RESULTS.glob("peers*.json"))), help="one run or more"
+    )
     args = parser.parse_args()
-    result = json.loads(Path(args.input).read_text())
+    result = merged([json.loads(Path(path).read_text()) for path in args.input])
     figures = Figures(result["rows"])
     chart(figures, PAGE.with_suffix(".png"))
     text = PAGE.read_text()
