@@ -116,14 +116,17 @@ class ShardAccess:
             for reply in replies:
                 reply.cancel()
 
-    def decode(self, piece: BlockPiece, frame: memoryview, buffer: bytearray) -> list[Sample]:
-        """All samples of a fetched block; `buffer` is scratch memory that grows to the largest block.
+    def decode(
+        self, piece: BlockPiece, frame: memoryview, buffer: bytearray, inflated: memoryview | None = None
+    ) -> list[Sample]:
+        """All samples of a fetched block; `buffer` is scratch memory that grows to the largest block, `inflated` the
+        decompressed frame if there is one.
 
         Wrong bytes are read once more, past any cache, before they are an error.
         """
         with self._naming(piece.shard):
             try:
-                return decode_block(piece.index, piece.block, frame, buffer)
+                return decode_block(piece.index, piece.block, frame, buffer, inflated)
             except CorruptError:
                 request = Request(piece.shard, *_span([piece]), 0, [piece])
                 again = memoryview(self.send(request, urgent=True, fresh=True).result().data)

@@ -9,9 +9,9 @@ with one block at least: no stream ever waits for another one's bytes, which is 
 Until the first item has been handed out nothing is speculative: each stream asks for the rows that filling the shuffle buffer
 takes. After that its requests double up to its share of the budget, per stream and not per shard.
 
-Answers arrive on the store's thread, which slices and plans; the consumer decompresses and unpacks, one block at a time and
-into one reused buffer. Threads for that were measured: the hand-overs of the GIL cost as much as the parallel zstd gains
-(docs/decisions/0003-decode-in-the-consumer.md).
+Answers arrive on the store's thread, which slices and plans; the consumer unpacks, one block at a time and out of one reused
+buffer. Each time it takes a block, the next ones of the stream are offered to a thread that decompresses many in one call; what
+that has not begun when it is wanted the consumer decompresses too (inflate.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from streamshard.errors import CorruptError, StorageError
 from streamshard.observe.events import StorageCounters
 from streamshard.prefetch.access import ShardAccess
+from streamshard.prefetch.inflate import Block, Inflater
 from streamshard.prefetch.plan import BlockPiece, Request, Segment, StripePlan
 from streamshard.shard.records import Sample
 from streamshard.storage.store import Reply
@@ -35,10 +37,11 @@ from streamshard.storage.store import Reply
 MAX_UNIT = 8 << 20  # larger ranges gain nothing on S3 and GCS (AWS and AnyBlob advise 8-16 MiB)
 _FIRST_UNIT = 1 << 20  # the first speculative request of a stream
 _EASY = 8  # requests in flight from which on the budget is used whole
+_OFFERED = 2  # blocks of a stream that are decompressed ahead of the consumer
 _ALL_ROWS = 1 << 62
 _REPORT_S = 10.0  # between two records of counters for the hook
 
-Blocks = deque[tuple[BlockPiece, memoryview]]
+Blocks = deque[Block]
 
 
 class _Slot:
@@ -61,6 +64,7 @@ class ReadAhead:
     def __init__(self, budget: int, streams: int, report: Callable[[], None] | None = None) -> None:
         self.unit_limit = max(1, min(MAX_UNIT, budget // (2 * max(1, streams))))
         self.speculative = False
+        self.inflater: Inflater | None = None  # before the first item there is nothing to be ahead of
         self.buffer = bytearray()  # for the block being decoded; the streams share it, having one consumer
         self.stalls = 0
         self.waiting_s = self.decoding_s = 0.0
@@ -86,6 +90,8 @@ class ReadAhead:
     def begin_speculation(self) -> None:
         """The first item has been handed out: from now on requests are made for what comes later."""
         self.speculative = True
+        if self.inflater is None and not self._closed and Inflater.helps():
+            self.inflater = Inflater()
         self.pump()
 
     def demand(self, stream: StripeStream) -> None:
@@ -175,7 +181,7 @@ class ReadAhead:
                 index = stream.access.learn(slot.request, reply)
                 with self._lock:
                     stream.plan.learned(slot.request, index)
-            blocks = deque(zip(slot.request.pieces, stream.access.frames(slot.request, reply), strict=True))
+            blocks = deque(map(Block, slot.request.pieces, stream.access.frames(slot.request, reply)))
             self._settle(stream, slot, blocks, None)
         except CancelledError:
             self._settle(stream, slot, None, StorageError("the iteration was closed"))
@@ -224,6 +230,8 @@ class ReadAhead:
 
     def close(self) -> None:
         """Cancel what is in flight and forget what has arrived."""
+        if self.inflater is not None:
+            self.inflater.close()
         with self._lock:
             self._closed = True
             self._streams = []
@@ -274,15 +282,28 @@ class StripeStream:
     def _next_block(self, needed: int) -> None:
         while not self._blocks:
             self._receive(needed)
-        ahead = self._ahead
-        piece, frame = self._blocks.popleft()
+        ahead, inflater = self._ahead, self._ahead.inflater
+        block = self._blocks.popleft()
+        if inflater is not None:
+            for coming in self._coming():
+                inflater.offer(coming)
         began = time.perf_counter()
-        self._rows = self._deliver(piece, self.access.decode(piece, frame, ahead.buffer))
+        inflated = None if inflater is None else inflater.take(block)
+        self._rows = self._deliver(block.piece, self.access.decode(block.piece, block.frame, ahead.buffer, inflated))
         ahead.decoding_s += time.perf_counter() - began
-        del frame
+        del block, inflated
         finished = None if self._blocks else self.slots.popleft()
         ahead.used(self, len(self._rows), finished)
         self._rows.reverse()
+
+    def _coming(self) -> list[Block]:
+        """The next blocks, as far as they have arrived."""
+        coming = list(islice(self._blocks, _OFFERED))
+        if len(coming) < _OFFERED and len(self.slots) > 1:
+            arrived = self.slots[1].ready
+            if arrived.done() and arrived.exception() is None:
+                coming += islice(arrived.result(), _OFFERED - len(coming))
+        return coming
 
     def _receive(self, needed: int) -> None:
         """The next request's blocks, waiting for them if need be."""

@@ -7,7 +7,10 @@ data for a truncated frame without an error, so what was filled is compared with
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import xxhash
 import zstandard
@@ -15,6 +18,8 @@ import zstandard
 from streamshard.errors import DataError
 
 MAX_BLOCK_BYTES = 1 << 30  # a block above this is refused unread: the writer's own limit is far below
+
+DECOMPRESSES_MANY = hasattr(zstandard.ZstdDecompressor, "multi_decompress_to_buffer")  # not with the cffi backend
 
 _local = threading.local()  # a (de)compressor keeps a context and must not be used by two threads at once
 
@@ -50,12 +55,8 @@ def decompress_into(frame: bytes | memoryview, target: memoryview) -> None:
     Into memory of the caller's, because fresh memory for every block costs more in page faults than decoding saves.
     """
     size = len(target)
-    if size > MAX_BLOCK_BYTES:
-        raise DataError(f"the index claims a block of {size} bytes, above the limit of {MAX_BLOCK_BYTES}")
     try:
-        declared = zstandard.get_frame_parameters(frame).content_size
-        if declared != size:
-            raise DataError(f"the zstd header declares {declared} bytes where the index says {size}")
+        _check_declared(frame, size)
         with _decompressor().stream_reader(frame, read_size=len(frame)) as reader:
             filled = 0
             while filled < size and (got := reader.readinto(target[filled:])):
@@ -65,6 +66,34 @@ def decompress_into(frame: bytes | memoryview, target: memoryview) -> None:
         raise DataError(f"the zstd frame of {len(frame)} bytes does not decode ({error})") from error
     if filled != size or beyond:
         raise DataError(f"the zstd frame decodes to {filled}{'+' if beyond else ''} bytes where the index says {size}")
+
+
+def decompress_many(frames: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:
+    """The contents of frames that must hold exactly so many bytes, by one call that holds no lock of the interpreter.
+
+    In new memory, where the contents of all lie together and live as long as any of them. Raises `DataError` if one of the
+    frames does not fit or does not decode; it does not say which.
+    """
+    if not frames:
+        return []
+    try:
+        for frame, size in zip(frames, sizes, strict=True):
+            _check_declared(frame, size)
+        packed = b"".join(size.to_bytes(8, sys.byteorder) for size in sizes)
+        known: list[Any] = list(frames)
+        found: Any = _decompressor().multi_decompress_to_buffer(known, decompressed_sizes=packed)
+    except (zstandard.ZstdError, MemoryError, ValueError) as error:
+        raise DataError(f"one of {len(frames)} zstd frames does not decode ({error})") from error
+    return [memoryview(found[place]) for place in range(len(frames))]
+
+
+def _check_declared(frame: bytes | memoryview, size: int) -> None:
+    """Before anything is decoded: what the frame's header says is what the index says."""
+    if size > MAX_BLOCK_BYTES:
+        raise DataError(f"the index claims a block of {size} bytes, above the limit of {MAX_BLOCK_BYTES}")
+    declared = zstandard.get_frame_parameters(frame).content_size
+    if declared != size:
+        raise DataError(f"the zstd header declares {declared} bytes where the index says {size}")
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:

@@ -34,10 +34,13 @@ def locate_rows(index: ShardIndex, start: int, stop: int) -> Iterator[BlockRows]
         start, block = upto, block + 1
 
 
-def decode_block(index: ShardIndex, block: int, frame: bytes | memoryview, buffer: bytearray) -> list[Sample]:
+def decode_block(
+    index: ShardIndex, block: int, frame: bytes | memoryview, buffer: bytearray, inflated: memoryview | None = None
+) -> list[Sample]:
     """All samples of block `block`, out of its compressed bytes; every check of the format before anything is trusted.
 
-    `buffer` is scratch memory, grown to the largest block and free again on return. Raises `DataError` naming the block, as
+    `buffer` is scratch memory, grown to the largest block and free again on return. `inflated` is what `frame` has been
+    decompressed to, if somebody has done so. Raises `DataError` naming the block, as
     `CorruptError` if the bytes are not the ones that were written.
     """
     found = digest64(frame)
@@ -53,7 +56,10 @@ def decode_block(index: ShardIndex, block: int, frame: bytes | memoryview, buffe
             buffer.extend(bytes(size - len(buffer)))
         with memoryview(buffer)[:size] as prefixed:
             with prefixed[BLOCK_PREFIX:] as target:
-                decompress_into(frame, target)
+                if inflated is None:
+                    decompress_into(frame, target)
+                else:
+                    target[:] = inflated
             return unpack_block(prefixed, int(index.samples[block]))
     except DataError as error:
         end = int(index.row_ends[block])
