@@ -96,7 +96,7 @@ def main() -> None:
         found = save(contender, place, corpus, workers, batches=asked["batches"], path=Path(asked["state"]))
     else:
         found = resume(contender, place, corpus, workers, path=Path(asked["state"]))
-    print("\n" + json.dumps(found))
+    print("\n" + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
@@ -168,25 +168,36 @@ def chart(figures: Figures, path: Path) -> None:
 
 
 def merged(results: list[dict]) -> dict:
-    """The rows of several runs; a contender that is in more than one counts in the first of them only."""
+    """The rows of several runs; what is in more than one counts in the first of them only."""
     first, *others = results
     for other in others:
-        known = {row["contender"] for row in first["rows"]}
-        first["rows"] += [row for row in other["rows"] if row["contender"] not in known]
+        known = set(map(_case, first["rows"]))
+        first["rows"] += [row for row in other["rows"] if _case(row) not in known]
         first["versions"] |= other["versions"]
     return first
+
+
+def server(limits: list[dict], corpus: str) -> list[str]:
+    """What the server could do, a sentence."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for row in limits:
+        if row["corpus"] == corpus:
+            size = row.get("range_mb")
+            found["whole shards" if size is None else f"ranges of {size} MB"].append(row["bytes_a_second"] / 1e6)
+    text = ", ".join(f"{name} {median(speeds):,.0f} MB/s" for name, speeds in found.items())
+    return [f"The server's own limit, to `curl` at four requests at a time: {text}."] if text else []
+
+
+def _case(row: dict) -> tuple:
+    return row["contender"], row["corpus"], row["place"], row["workers"]
 
 
 def page(result: dict, figures: Figures) -> str:
     """All that stands between the marks."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     machine = result["machine"]
-    rounds: dict[str, int] = {}
-    for row in result["rows"]:
-        rounds[row["contender"]] = max(rounds.get(row["contender"], 0), row["round"] + 1)
-    most = max(rounds.values())
-    fewer = [f"{LABELS[name]} {count}" for name, count in rounds.items() if count < most]
-    counts = f"{most} rounds" + (f" ({', '.join(fewer)})" if fewer else "")
+    counted = Counter(map(_case, result["rows"])).values()
+    counts = f"{max(counted)} rounds" + (f", some cases {min(counted)}" if min(counted) < max(counted) else "")
     lines = [
         f"Python {machine['python']}, {machine['cpus']} cores ({machine['machine']}), {counts}. {versions}.", "",
         *summary(figures), "",
@@ -194,16 +205,8 @@ def page(result: dict, figures: Figures) -> str:
     ]  # fmt: skip
     for corpus, place in figures.cases:
         lines += [f"### {NAMES[corpus]}, {PLACES[place]}", ""]
-        limits = [row["bytes_a_second"] for row in result["server"] if row["corpus"] == corpus]
-        if place == "s3" and limits:
-            rows = figures.rows(corpus, place, OURS)
-            each = rows[0]["payload"] / rows[0]["samples"]
-            limit = median(limits)
-            lines += [
-                f"The server's own limit, shards to `curl` four at a time: {limit / 1e6:,.0f} MB/s, which would be some "
-                f"{limit / each:,.0f} samples/s if they were stored as they are delivered.",
-                "",
-            ]
+        if place == "s3":
+            lines += [*server(result["server"], corpus), ""]
         lines += [*table(figures, corpus, place), ""]
     if figures.failed:
         told = sorted(
