@@ -42,12 +42,12 @@ def dataset_1000(tmp_path_factory) -> str:
 
 @pytest.fixture(autouse=True)
 def no_thread_and_no_request_is_left() -> Iterator[None]:
-    """Every thread of ours that a test started ends with it, but for the process's one engine; so does every request."""
+    """Every thread of ours that a test started ends with it, but for those that a process has once; so does every request."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("streamshard") and not thread.name.startswith(
-            ("streamshard-io", "streamshard-blocking")
+            ("streamshard-io", "streamshard-blocking", "streamshard-inflate")
         ):
             thread.join(timeout=5)
             assert not thread.is_alive(), f"{thread.name} is still running"

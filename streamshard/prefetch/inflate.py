@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -52,14 +51,11 @@ class Block:
 
 
 class Inflater:
-    """The thread, and the bound on what it holds. For one consumer thread; `close` may come from any."""
+    """What one consumer thread has decompressed ahead, by the process's one thread for that."""
 
     def __init__(self) -> None:
-        self._offered: SimpleQueue[Block | None] = SimpleQueue()
+        self._offered = _thread()
         self._bytes = 0
-        # A daemon: at exit it may be in the middle of a call. It refers to the queue alone, so it keeps nothing alive.
-        threading.Thread(target=_run, args=(self._offered,), name="streamshard-inflate", daemon=True).start()
-        weakref.finalize(self, self._offered.put, None)
 
     @staticmethod
     def helps() -> bool:
@@ -85,19 +81,41 @@ class Inflater:
         block.done.wait()
         return block.inflated
 
-    def close(self) -> None:
-        """End the thread; may be called again."""
-        self._offered.put(None)
+
+Offered = SimpleQueue[Block]
+_process: dict[str, Offered] = {}  # "offered" -> the queue of this process's thread
+_lock = threading.Lock()
 
 
-def _run(offered: SimpleQueue[Block | None]) -> None:
-    blocks: list[Block | None] = []
-    while None not in blocks:
+def _thread() -> Offered:
+    """The queue of this process's thread, which is started at first use and waits between iterations."""
+    with _lock:
+        if "offered" not in _process:
+            offered: Offered = SimpleQueue()
+            # A daemon: at exit it may be in the middle of a call, which is C and may be ended there.
+            threading.Thread(target=_run, args=(offered,), name="streamshard-inflate", daemon=True).start()
+            _process["offered"] = offered
+        return _process["offered"]
+
+
+def _forget_parent() -> None:
+    """A forked child has the parent's queue and not its thread."""
+    global _lock  # noqa: PLW0603  (somebody may have held it)
+    _process.clear()
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _run(offered: Offered) -> None:
+    while True:
         blocks = [offered.get()]
         with suppress(Empty):
             while len(blocks) < _AT_ONCE:
                 blocks.append(offered.get_nowait())
-        _inflate([block for block in blocks if block is not None and block.claim()])
+        _inflate([block for block in blocks if block.claim()])
+        del blocks  # it waits for the next ones now, and must not keep these
 
 
 def _inflate(blocks: list[Block]) -> None:

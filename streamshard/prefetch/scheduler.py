@@ -90,7 +90,7 @@ class ReadAhead:
     def begin_speculation(self) -> None:
         """The first item has been handed out: from now on requests are made for what comes later."""
         self.speculative = True
-        if self.inflater is None and not self._closed and Inflater.helps():
+        if self.inflater is None and Inflater.helps():
             self.inflater = Inflater()
         self.pump()
 
@@ -230,8 +230,6 @@ class ReadAhead:
 
     def close(self) -> None:
         """Cancel what is in flight and forget what has arrived."""
-        if self.inflater is not None:
-            self.inflater.close()
         with self._lock:
             self._closed = True
             self._streams = []

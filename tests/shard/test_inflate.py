@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -45,10 +46,8 @@ def blocks(directory) -> list[Block]:
 
 
 @pytest.fixture
-def inflater():
-    made = Inflater()
-    yield made
-    made.close()
+def inflater() -> Inflater:
+    return Inflater()
 
 
 @given(st.lists(st.binary(min_size=1, max_size=5000), max_size=8))
@@ -135,16 +134,19 @@ def test_a_damaged_block_is_the_same_error_with_and_without_it(directory, tmp_pa
         list(ss.StreamDataset(copy, partitions=1, shuffle=False))
 
 
-def test_an_iteration_that_is_left_ends_the_thread(directory, monkeypatch):
+def test_all_iterations_share_one_thread_and_a_forked_child_has_its_own(directory, monkeypatch):
     monkeypatch.setattr(Inflater, "helps", staticmethod(lambda: True))
-    items = iter(ss.StreamDataset(directory, partitions=1))
-    for _ in range(3):
-        next(items)
-    running = [thread for thread in threading.enumerate() if thread.name == "streamshard-inflate"]
-    assert len(running) == 1
-    del items
-    running[0].join(5)
-    assert not running[0].is_alive()
+    first, second = (iter(ss.StreamDataset(directory, partitions=1, seed=seed)) for seed in range(2))
+    for _ in range(100):
+        next(first), next(second)
+    assert [thread.name for thread in threading.enumerate()].count("streamshard-inflate") == 1
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with suppress(BaseException):
+            status = len(list(ss.StreamDataset(directory, partitions=2))) != 2000
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_it_is_used_where_there_is_another_core():
