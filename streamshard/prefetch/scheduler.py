@@ -35,7 +35,7 @@ from streamshard.shard.records import Sample
 from streamshard.storage.store import Reply
 
 MAX_UNIT = 8 << 20  # larger ranges gain nothing on S3 and GCS (AWS and AnyBlob advise 8-16 MiB)
-_FIRST_UNIT = 1 << 20  # the first speculative request of a stream
+_FIRST_UNIT = 1 << 20, 4 << 20  # the first speculative request of a stream: with many streams, with few
 _EASY = 8  # requests in flight from which on the budget is used whole
 _OFFERED = 2  # blocks of a stream that are decompressed ahead of the consumer
 _ALL_ROWS = 1 << 62
@@ -63,6 +63,7 @@ class ReadAhead:
 
     def __init__(self, budget: int, streams: int, report: Callable[[], None] | None = None) -> None:
         self.unit_limit = max(1, min(MAX_UNIT, budget // (2 * max(1, streams))))
+        self.first_unit = max(_FIRST_UNIT[0], min(_FIRST_UNIT[1], budget // (4 * max(1, streams))))
         self.speculative = False
         self.inflater: Inflater | None = None  # before the first item there is nothing to be ahead of
         self.buffer = bytearray()  # for the block being decoded; the streams share it, having one consumer
@@ -144,7 +145,7 @@ class ReadAhead:
         if self.speculative:
             room = self._room(stream.access.store.allowance())
             request = stream.plan.next(max(0, min(room, stream.next_size)), _ALL_ROWS)
-            stream.next_size = min(self.unit_limit, max(_FIRST_UNIT, 2 * stream.next_size))
+            stream.next_size = min(self.unit_limit, max(self.first_unit, 2 * stream.next_size))
         else:
             request = stream.plan.next(self.unit_limit, max(1, stream.rows_needed - stream.rows_ahead))
         if request is None:
@@ -256,7 +257,7 @@ class StripeStream:
         self.slots: deque[_Slot] = deque()
         self.rows_ahead = 0  # asked for and not taken
         self.rows_needed = rows  # before anything is speculative
-        self.next_size = _FIRST_UNIT
+        self.next_size = ahead.first_unit
         self._ahead = ahead
         self._refs = refs
         self._blocks: Blocks = deque()
