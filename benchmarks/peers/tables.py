@@ -167,6 +167,11 @@ def chart(figures: Figures, path: Path) -> None:
     fig.savefig(path, dpi=110)
 
 
+def runs() -> list[str]:
+    """All that are kept, the main one first."""
+    return sorted(map(str, RESULTS.glob("peers*.json")), key=lambda path: (Path(path).stem != "peers", path))
+
+
 def merged(results: list[dict]) -> dict:
     """The rows of several runs; what is in more than one counts in the first of them only."""
     first, *others = results
@@ -218,9 +223,7 @@ def page(result: dict, figures: Figures) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--input", nargs="+", default=sorted(map(str, RESULTS.glob("peers*.json"))), help="one run or more"
-    )
+    parser.add_argument("--input", nargs="+", default=runs(), help="one run or more")
     args = parser.parse_args()
     result = merged([json.loads(Path(path).read_text()) for path in args.input])
     figures = Figures(result["rows"])
