@@ -280,9 +280,8 @@ def _check_workers(workers: object, start_method: str) -> None:
         raise UsageError(f"StreamLoader(start_method={start_method!r}): this system has {known}")
 
 
-def _check_prefetch(prefetch: object, workers: int, device: torch.device | None) -> None:
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise UsageError(f"StreamLoader(prefetch={prefetch!r}): it must be an int >= 0")
+def _check_prefetch(prefetch: int, workers: int, device: torch.device | None) -> None:
+    _check_counts(least=0, prefetch=prefetch)
     if prefetch == 0 and (workers or device is not None):
         name = f"workers={workers}" if workers else f"device={str(device)!r}"
         raise UsageError(
@@ -301,9 +300,9 @@ def _check_staging(device: torch.device | None, static_buffers: bool, dtypes: Ma
             )
 
 
-def _check_counts(**counts: int | None) -> None:
+def _check_counts(least: int = 1, **counts: int | None) -> None:
     for name, value in counts.items():
         if value is None and name == "batch_size":
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"StreamLoader({name}={value!r}): it must be an int >= 1")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"StreamLoader({name}={value!r}): it must be an int >= {least}")

@@ -68,9 +68,10 @@ def run(**asked: object) -> dict:
         return {"error": f"not done in {TIMEOUT_S} s: {err[-300:]}"}
     finally:
         watch.join()
-    if "{" not in out:  # a library that crashes at exit, with its answer given, has answered
+    answer = out.rpartition("\n{")[1:]  # the last line; a library that crashes at exit, with it given, has answered
+    if not answer[0]:
         return {"error": err[-600:]}
-    return {**json.loads(out.strip().splitlines()[-1]), "peak_rss": peak[0]}
+    return {**json.loads("".join(answer)), "peak_rss": peak[0]}
 
 
 def _watch(pid: int, peak: list[int]) -> None:

@@ -61,8 +61,12 @@ def test_a_frame_that_does_not_fit_or_is_damaged_is_refused():
     frame = memoryview(compress(bytes(range(200)) * 50))
     broken = bytearray(frame)
     broken[len(broken) // 2] ^= 1
-    for frames, sizes in (([frame], [9_999]), ([frame, memoryview(broken)], [10_000, 10_000]), ([frame], [1 << 40])):
-        with pytest.raises(DataError):
+    for frames, sizes, message in (
+        ([frame], [9_999], "the zstd header declares 10000 bytes where the index says 9999"),
+        ([frame, memoryview(broken)], [10_000, 10_000], "one of 2 zstd frames does not decode"),
+        ([frame], [1 << 40], "above the limit"),
+    ):
+        with pytest.raises(DataError, match=message):
             decompress_many(frames, sizes)
 
 
@@ -134,17 +138,21 @@ def test_a_damaged_block_is_the_same_error_with_and_without_it(directory, tmp_pa
         list(ss.StreamDataset(copy, partitions=1, shuffle=False))
 
 
+def inflating_threads() -> int:
+    return [thread.name for thread in threading.enumerate()].count("streamshard-inflate")
+
+
 def test_all_iterations_share_one_thread_and_a_forked_child_has_its_own(directory, monkeypatch):
     monkeypatch.setattr(Inflater, "helps", staticmethod(lambda: True))
     first, second = (iter(ss.StreamDataset(directory, partitions=1, seed=seed)) for seed in range(2))
     for _ in range(100):
         next(first), next(second)
-    assert [thread.name for thread in threading.enumerate()].count("streamshard-inflate") == 1
+    assert inflating_threads() == 1
     child = os.fork()
     if child == 0:
         status = 1
         with suppress(BaseException):
-            status = len(list(ss.StreamDataset(directory, partitions=2))) != 2000
+            status = len(list(ss.StreamDataset(directory, partitions=2))) != 2000 or inflating_threads() != 1
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
 

@@ -12,6 +12,7 @@ import pytest
 
 import streamshard as ss
 from streamshard.errors import StorageError
+from streamshard.prefetch.scheduler import ReadAhead
 from tests.conftest import sample, write_dataset
 
 pytestmark = pytest.mark.servers
@@ -82,3 +83,8 @@ def test_a_gcs_emulator_is_reached_at_once_even_when_gcsfs_was_imported_before(g
     command = [sys.executable, "-c", script, url, json.dumps(options)]
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert float(out) < 10
+
+
+@pytest.mark.parametrize(("streams", "megabytes"), [(1, 4), (8, 4), (32, 2), (1000, 1)])
+def test_the_first_speculative_request_is_larger_where_fewer_streams_share_the_budget(streams, megabytes):
+    assert ReadAhead(256 << 20, streams).first_unit == megabytes << 20
