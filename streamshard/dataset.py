@@ -80,7 +80,8 @@ class StreamDataset(IterableDataset[Any]):
     snapshot: ``"cursor"`` states are tiny; ``"contents"`` states carry the buffered samples, so that a resume reads nothing
         again.
     provenance: adds a `Ref` (source, shard, row) to each sample under ``__ref__``.
-    prefetch_bytes: budget of compressed bytes fetched ahead by this process.
+    prefetch_bytes: budget of compressed bytes fetched ahead by this process; default 256 MiB, from a local directory, which
+        answers at once, 64 MiB.
     storage_options: credentials, endpoint and the like, in the words of s3fs and gcsfs; docs/storage.md.
     transport: ``"obstore"`` or ``"fsspec"``; default obstore where it is installed and knows all options.
     storage_policy: retries, limits, time-outs, hedging; a `StoragePolicy`.
@@ -106,7 +107,7 @@ class StreamDataset(IterableDataset[Any]):
         topology: Topology | None = None,
         snapshot: str = "cursor",
         provenance: bool = False,
-        prefetch_bytes: int = 256 << 20,
+        prefetch_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         transport: str | None = None,
         storage_policy: StoragePolicy | None = None,
@@ -116,9 +117,8 @@ class StreamDataset(IterableDataset[Any]):
     ) -> None:
         super().__init__()
         check_steps(steps)
-        _check_counts(
-            shuffle_buffer=shuffle_buffer, interleave=interleave, prefetch_bytes=prefetch_bytes, partitions=partitions
-        )
+        _check_counts(shuffle_buffer=shuffle_buffer, interleave=interleave)
+        _check_counts(optional=True, prefetch_bytes=prefetch_bytes, partitions=partitions)
         if snapshot not in ("cursor", "contents"):
             raise UsageError(f"snapshot={snapshot!r}: choose 'cursor' or 'contents'")
         if not isinstance(seed, int):
@@ -484,7 +484,7 @@ class StreamDataset(IterableDataset[Any]):
             self._context(share.parts),
             share.live,
             share.carried,
-            budget=self._budget,
+            budget=self._budget or self._store.look_ahead(len(share.live) * spec.interleave),
             interleave=spec.interleave,
             keep=self._snapshot == "contents",
             contents=_contents(share),
@@ -678,9 +678,9 @@ def _loader_round(worker: Any) -> int:
     return int(worker.seed) - int(worker.id) or 1
 
 
-def _check_counts(**counts: int | None) -> None:
+def _check_counts(*, optional: bool = False, **counts: int | None) -> None:
     for name, value in counts.items():
-        if value is None and name == "partitions":
+        if value is None and optional:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name}={value!r} must be an int >= 1")

@@ -1,6 +1,6 @@
-"""streamshard: `StreamLoader` with as many samples in its shuffle buffers as the others have, 1024 (4 partitions of 256, read
-in 8 places), and without a thread of its own where there are no workers: the loop has nothing to do meanwhile, and the others
-have none either.
+"""streamshard: `StreamLoader` that mixes as much as the others do, with 1024 samples in its shuffle buffers out of as many
+places as there are processes to read them (2 partitions of 512, interleave 1), and without a thread of its own where there are
+no workers: the loop has nothing to do meanwhile, and the others have none either.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def write(samples: Iterator[dict], directory: Path, corpus: Corpus) -> None:
 
 def load(place: Place, corpus: Corpus, workers: int, seed: int) -> Iterable[list[dict]]:  # noqa: ARG001  (all alike)
     options = place.s3fs_options or None
-    dataset = ss.StreamDataset(place.url, seed=seed, partitions=4, shuffle_buffer=256, storage_options=options)
+    dataset = ss.StreamDataset(
+        place.url, seed=seed, partitions=2, shuffle_buffer=512, interleave=1, storage_options=options
+    )
     # fork, as torch's DataLoader does for the others on Linux: so that CPU seconds of workers are counted for all alike
     return ss.StreamLoader(
         dataset, batch_size=BATCH, collate=as_list, workers=workers, start_method="fork", prefetch=2 if workers else 0

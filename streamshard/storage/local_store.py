@@ -23,6 +23,9 @@ from streamshard.storage.engine import current_engine
 from streamshard.storage.store import ObjectStat, Range, Reply
 
 _PARALLEL_READS = 16.0  # as many as there are threads for them
+# There is no round trip to hide, and bytes that wait are fresh memory and out of the processor's cache when they are used:
+# with 256 MB ahead images took 0.72 s and 615 MB, with these 0.33 s and 480 MB.
+_LOOK_AHEAD, _STREAM_LOOK_AHEAD = 64 << 20, 16 << 20
 
 
 class LocalStore:
@@ -74,6 +77,9 @@ class LocalStore:
 
     def allowance(self) -> float:
         return _PARALLEL_READS
+
+    def look_ahead(self, streams: int) -> int:
+        return min(_LOOK_AHEAD, _STREAM_LOOK_AHEAD * streams)
 
     def counters(self) -> StorageCounters:
         """Nothing is counted: a directory is not asked over a network."""

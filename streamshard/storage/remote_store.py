@@ -27,6 +27,7 @@ from streamshard.storage.store import ObjectStat, Range, Reply, Transport
 
 _logger = logging.getLogger("streamshard")
 _told = {"fork": False}
+_LOOK_AHEAD = 256 << 20  # a second and more at what one process decodes: stores answer late now and then
 _REPLACED = 4  # times that a small object may be replaced between looking at it and reading it
 T = TypeVar("T")
 
@@ -173,6 +174,9 @@ class RemoteStore:
 
     def delete(self, key: str) -> None:
         self._run(self._stack().stack.delete(key))
+
+    def look_ahead(self, streams: int) -> int:  # noqa: ARG002  (how late a store may answer does not depend on it)
+        return _LOOK_AHEAD
 
     def counters(self) -> StorageCounters:
         """What this store has done in this process so far."""

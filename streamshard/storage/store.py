@@ -71,6 +71,9 @@ class Store(Protocol):
     def allowance(self) -> float:
         """How many requests may be in flight just now, 1.0 or more; it falls while the store throttles."""
 
+    def look_ahead(self, streams: int) -> int:
+        """Bytes worth fetching ahead of a reader of so many places at once, where the user has not said."""
+
     def counters(self) -> StorageCounters:
         """What was asked of the store in this process so far."""
 

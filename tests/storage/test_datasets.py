@@ -13,6 +13,8 @@ import pytest
 import streamshard as ss
 from streamshard.errors import StorageError
 from streamshard.prefetch.scheduler import ReadAhead
+from streamshard.storage import local_store
+from streamshard.storage.open import open_store
 from tests.conftest import sample, write_dataset
 
 pytestmark = pytest.mark.servers
@@ -88,3 +90,20 @@ def test_a_gcs_emulator_is_reached_at_once_even_when_gcsfs_was_imported_before(g
 @pytest.mark.parametrize(("streams", "megabytes"), [(1, 4), (8, 4), (32, 2), (1000, 1)])
 def test_the_first_speculative_request_is_larger_where_fewer_streams_share_the_budget(streams, megabytes):
     assert ReadAhead(256 << 20, streams).first_unit == megabytes << 20
+
+
+def test_a_local_directory_is_read_less_far_ahead_than_a_store_that_has_to_be_waited_for(tmp_path, monkeypatch):
+    local, remote = open_store(str(tmp_path)), open_store("s3://bucket/prefix")
+    assert [local.look_ahead(streams) >> 20 for streams in (1, 2, 8, 32)] == [16, 32, 64, 64]
+    assert remote.look_ahead(1) == remote.look_ahead(32) == 256 << 20
+    url = write_dataset(tmp_path / "ds", 4000, block_bytes=2048, shard_bytes=1 << 15)
+    monkeypatch.setattr(local_store, "_LOOK_AHEAD", 8192)
+    assert look_ahead_peak(ss.StreamDataset(url, partitions=1, interleave=1)) < 2 * 8192
+    assert look_ahead_peak(ss.StreamDataset(url, partitions=1, interleave=1, prefetch_bytes=1 << 16)) > 4 * 8192
+
+
+def look_ahead_peak(dataset):
+    loader = ss.StreamLoader(dataset, batch_size=4, prefetch=0)
+    for _ in loader:
+        pass
+    return loader.storage_counters().lookahead_peak
