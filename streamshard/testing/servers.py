@@ -168,8 +168,8 @@ def s3_server(directory: Path) -> Iterator[S3Server]:
         raise RuntimeError(f"juicefs format failed:\n{made.stdout}{made.stderr}")
 
     def command(port: int) -> list[str]:
-        # --no-agent: no pprof on :6060. --metrics :0: any port, instead of the fixed 9567. The buffer stays at the gateway's own
-        # 300 MB: out of 64 MB, readers of eight ranges at once get half of what one reader of whole objects gets.
+        # --no-agent: no pprof on :6060. --metrics :0: any port, instead of the fixed 9567. The buffer stays at the gateway's
+        # own 300 MB: out of 64 MB, readers of eight ranges at once get half of what one reader of whole objects gets.
         return [
             juicefs, "--no-agent", "gateway", "--multi-buckets", "--keep-etag", "--no-banner",
             "--no-usage-report", "--no-bgjob", "--backup-meta", "0", "--metrics", f"{HOST}:0",

@@ -96,14 +96,14 @@ def test_a_local_directory_is_read_less_far_ahead_than_a_store_that_has_to_be_wa
     local, remote = open_store(str(tmp_path)), open_store("s3://bucket/prefix")
     assert [local.look_ahead(streams) >> 20 for streams in (1, 2, 8, 32)] == [16, 32, 64, 64]
     assert remote.look_ahead(1) == remote.look_ahead(32) == 256 << 20
-    url = write_dataset(tmp_path / "ds", 4000, block_bytes=2048, shard_bytes=1 << 15)
+    url = write_dataset(tmp_path / "ds", 4000, per_shard=400, block_bytes=2048)
     monkeypatch.setattr(local_store, "_LOOK_AHEAD", 8192)
     assert look_ahead_peak(ss.StreamDataset(url, partitions=1, interleave=1)) < 2 * 8192
     assert look_ahead_peak(ss.StreamDataset(url, partitions=1, interleave=1, prefetch_bytes=1 << 16)) > 4 * 8192
 
 
 def look_ahead_peak(dataset):
-    loader = ss.StreamLoader(dataset, batch_size=4, prefetch=0)
+    loader = ss.StreamLoader(dataset, batch_size=4, collate=list, prefetch=0)
     for _ in loader:
         pass
     return loader.storage_counters().lookahead_peak
