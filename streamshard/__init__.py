@@ -3,6 +3,7 @@
 from streamshard.catalog import open_manifest
 from streamshard.dataset import StreamDataset
 from streamshard.distributed.gather import GatheredState, gather_state
+from streamshard.distributed.replicas import verify_replicas
 from streamshard.distributed.topology import Topology
 from streamshard.errors import (
     CorruptError,
@@ -56,4 +57,5 @@ __all__ = [
     "merge_states",
     "open_manifest",
     "track",
+    "verify_replicas",
 ]

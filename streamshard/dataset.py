@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streamshard.catalog import load_manifest
+from streamshard.distributed.first_step import FirstStep
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
 from streamshard.frameworks.callers import refuse_one_file_for_all, shards_again, trainer_trains
@@ -79,6 +80,8 @@ class StreamDataset(IterableDataset[Any]):
     topology: this process's data-parallel rank; default the process group's or torchrun's.
     snapshot: ``"cursor"`` states are tiny; ``"contents"`` states carry the buffered samples, so that a resume reads nothing
         again.
+    verify_ranks: compare settings over the ranks of a process group when an iteration begins, and the first batch of a loader
+        over the peers of a data-parallel rank. Costs a message to the job's store each; waits for nobody.
     provenance: adds a `Ref` (source, shard, row) to each sample under ``__ref__``.
     prefetch_bytes: budget of compressed bytes fetched ahead by this process; default 256 MiB, from a local directory, which
         answers at once, 64 MiB.
@@ -106,6 +109,7 @@ class StreamDataset(IterableDataset[Any]):
         repeat: bool = False,
         topology: Topology | None = None,
         snapshot: str = "cursor",
+        verify_ranks: bool = True,
         provenance: bool = False,
         prefetch_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -143,6 +147,8 @@ class StreamDataset(IterableDataset[Any]):
         self._repeat = repeat
         self._snapshot = snapshot
         self._provenance = provenance
+        self._verify_ranks = verify_ranks
+        self._first_step: FirstStep | None = None  # of the newest iteration
         self._budget = prefetch_bytes
         self._manifest: Manifest | None = None
         self._history: list[tuple[int, str]] = []  # earlier dataset versions: (first epoch, version)
@@ -166,7 +172,13 @@ class StreamDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A started worker process has no process group to ask, and no use for an iteration of its parent.
-        return {**self.__dict__, "_iteration": None, "_counted": None, "topology": resolve(self.topology)}
+        return {
+            **self.__dict__,
+            "_iteration": None,
+            "_counted": None,
+            "_first_step": None,
+            "topology": resolve(self.topology),
+        }
 
     def __repr__(self) -> str:
         steps = "".join(f", {step.label}" for step in self.steps)
@@ -337,11 +349,19 @@ class StreamDataset(IterableDataset[Any]):
             self._partitions = resolve_partitions(self._asked_partitions, reader, shuffle=self._order.shuffle)
         check_divides(self._partitions, reader)
 
+    def first_batch(self, batch: Any) -> None:
+        """For loaders: `batch` is the first that is handed out of an iteration; peers must have the same."""
+        if self._first_step is not None:
+            self._first_step.first_batch(batch)
+
     def finish(self, epoch: int) -> None:
         """For loaders: `epoch` has been handed out to its end; the next iteration reads the one after."""
         self._shared[_EPOCH] = epoch + 1
 
     def _started(self, share: Share, worker: Any) -> None:
+        if worker is None and self._verify_ranks:
+            self._first_step = FirstStep(self._store.url, resolve(self.topology))
+            self._first_step.begins(self._fingerprint(), None if self._pending is not None else share.epoch)
         self._shared[_WORKERS_READ] = int(worker is not None)
         if worker is None and not self._repeat:
             self._shared[_EPOCH] = share.epoch

@@ -120,6 +120,8 @@ class StreamLoader(PositionedLoader):
                 if formed.last:
                     self._ended(position, formed.marks)
                     break
+                if position.handed_out == 0:
+                    self.dataset.first_batch(formed.batch)
                 if position.handed_out + 1 == position.expected:  # whoever counts may not come again to hear of the end
                     end = run.take()
                 self._handed_out(position, formed.marks)

@@ -18,7 +18,7 @@ LAYERS = {  # folder -> what of the package it may import besides itself, order 
     "shard": set(),
     "steps": set(),
     "prefetch": {"streamshard.shard", "streamshard.storage.store"},
-    "distributed": {"streamshard.state"},
+    "distributed": {"streamshard.state", "streamshard.staging.tree"},
     "observe": set(),
     "staging": set(),
     "frameworks": {
@@ -68,6 +68,9 @@ HOMES = {  # third-party package -> the only files that may import it
         "frameworks/lightning.py",
         "frameworks/transformers.py",
         "distributed/gather.py",
+        "distributed/mesh.py",
+        "distributed/replicas.py",
+        "distributed/first_step.py",
     },
 }
 PURE = {"threading", "concurrent", "time", "random", "os", "io", "socket", "torch", "asyncio", "logging"}

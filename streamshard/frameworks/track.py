@@ -69,6 +69,8 @@ class TrackedLoader(PositionedLoader):
         for stamped in batches:
             if position is not self._position:
                 raise UsageError("this iterator was ended by a newer one of the same loader; use one at a time")
+            if position.handed_out == 0:
+                self.dataset.first_batch(stamped.batch)
             self._handed_out(position, stamped.marks, stamped.worker)
             if position.handed_out == position.expected:  # whoever counts may not come again to hear of the end
                 self._ended(position, None)

@@ -1,0 +1,90 @@
+"""Whether the processes that should train on the same batch have the same batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+from streamshard.errors import DataError, UsageError
+from streamshard.staging.tree import Path, dotted, map_leaves
+
+Digests = dict[str, str]  # dotted path of a leaf -> 16 hexadecimal digits
+
+CURE = (
+    "TP, PP and CP peers need the same batches: the functions of the steps must give the same for the same sample (no unseeded "
+    "random numbers, no rank in them), and all peers the same settings and versions of the code"
+)
+
+
+def verify_replicas(batch: Any, group: Any = None) -> None:
+    """Raise `DataError` on every member of `group` unless all of them hold the same batch, bit for bit.
+
+    group: the process group of a tensor-, pipeline- or context-parallel set of peers; default the whole job. A collective: all
+        members have to call it, for the same step. A few hundred bytes a member go over the network; tensors on a device are
+        copied to the host, which waits for it.
+
+    The error names the field, and the global ranks that differ from the majority (from the lowest rank, if there is none).
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise UsageError(
+            "verify_replicas compares the processes of a job, and there is no process group: call "
+            "torch.distributed.init_process_group first"
+        )
+    ranks = torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD)
+    found: list[Any] = [None] * len(ranks)
+    torch.distributed.all_gather_object(found, digests(batch), group)
+    by_rank = dict(zip(ranks, found, strict=True))
+    field = next(filter(None, (first_difference(found[0], other) for other in found[1:])), None)
+    if field is None:
+        return
+    held = {rank: one.get(field) for rank, one in by_rank.items()}
+    usual = Counter(held.values()).most_common(1)[0][0]
+    odd = [rank for rank, digest in held.items() if digest != usual]
+    same = [rank for rank in ranks if rank not in odd]
+    raise DataError(f"{field!r} differs on rank {_listed(odd)} from what rank {_listed(same)} has. {CURE}")
+
+
+def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The first field that only one of two batches has, or that differs."""
+    names = [*one, *(name for name in other if name not in one)]
+    return next((name for name in names if one.get(name) != other.get(name)), None)
+
+
+def digests(batch: Any) -> Digests:
+    """A digest of each leaf of a batch, with its dtype and shape in it. Objects of unknown classes count by class only."""
+    found: Digests = {}
+
+    def note(path: Path, leaf: Any) -> None:
+        digest = hashlib.blake2b(digest_size=8)
+        for part in _parts(leaf):
+            digest.update(part)
+        found[dotted(path) or "the batch"] = digest.hexdigest()
+
+    map_leaves(batch, note)
+    return found
+
+
+def _parts(leaf: Any) -> list[Any]:
+    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.jagged:
+        return [b"jagged", *_parts(leaf.values()), *_parts(leaf.offsets())]
+    if isinstance(leaf, torch.Tensor):
+        plain = leaf.detach().cpu().contiguous()
+        flat = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+        return [f"{leaf.dtype} {tuple(leaf.shape)}".encode(), flat]
+    if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+        return [f"{leaf.dtype} {leaf.shape}".encode(), np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)]
+    if isinstance(leaf, bytes):
+        return [b"bytes", leaf]
+    if isinstance(leaf, str | int | float | bool | None):
+        return [f"{type(leaf).__name__} {leaf!r}".encode()]
+    return [type(leaf).__qualname__.encode()]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
