@@ -15,7 +15,7 @@ from streamshard.errors import (
     WorkerError,
 )
 from streamshard.frameworks.track import TrackedLoader, track
-from streamshard.loader import StreamLoader
+from streamshard.loader import StreamLoader, broadcast_batches
 from streamshard.map_dataset import MapDataset
 from streamshard.order.cursor import Ref
 from streamshard.state import merge_states
@@ -51,6 +51,7 @@ __all__ = [
     "UsageError",
     "WorkerError",
     "WriterProgress",
+    "broadcast_batches",
     "collate",
     "commit_writers",
     "gather_state",

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from streamshard.dataset import StreamDataset
+from streamshard.distributed.channel import Channel
 from streamshard.errors import UsageError, WorkerError
 from streamshard.iteration import Mark, Share
+from streamshard.loading.broadcast import ReceivedSource, SentSource
 from streamshard.loading.formed import Source
 from streamshard.loading.local import LocalSource, NextBuffers
 from streamshard.loading.positioned import PositionedLoader
@@ -98,6 +100,7 @@ class StreamLoader(PositionedLoader):
         self._run: Run | None = None
         self._last: Run | None = None  # one that was closed, which still knows its contents
         self._kept: dict[str, bytes] = {}  # contents of a closed run with workers
+        self._channel: Channel | None = None
         dataset.resolve_partitions(workers)
         ragged = dataset.ragged_field() if batch_size is not None and batch_size > 1 and collate is None else None
         if ragged is not None:
@@ -173,7 +176,23 @@ class StreamLoader(PositionedLoader):
     def _empty(self) -> Empty:
         return pinned if self._pin_memory else fresh
 
+    def share(self, group: Any) -> None:
+        """See `broadcast_batches`."""
+        if not self._prefetch:
+            raise UsageError(
+                "broadcast_batches needs a loader that is ahead of the training loop: pass prefetch=1 or more to StreamLoader"
+            )
+        self._end_run()
+        self._channel = Channel(group)
+
     def _source(self, shares: list[Share], buffers: NextBuffers) -> Source:
+        if self._channel is None:
+            return self._own_source(shares, buffers)
+        if self._channel.sends:
+            return SentSource(self._own_source(shares, buffers), self._channel)
+        return ReceivedSource(self._channel, buffers, self._empty)
+
+    def _own_source(self, shares: list[Share], buffers: NextBuffers) -> Source:
         if not self._workers:
             return LocalSource(self.dataset.open_share(shares[0], lent=True), self._batch_size, self._form, buffers)
         if self._group is None or not self._group.alive:
@@ -252,6 +271,24 @@ class StreamLoader(PositionedLoader):
     def storage_counters(self) -> StorageCounters:
         """As `StreamDataset.storage_counters`: of this process. Workers have their own store, and count with `on_event`."""
         return self.dataset.storage_counters()
+
+
+def broadcast_batches(loader: StreamLoader, group: Any) -> StreamLoader:
+    """`loader`, which from its next iteration on reads only in the first process of `group` and gives the others its batches.
+
+    group: the process group of tensor-, pipeline- or context-parallel peers, such as ``mesh.get_group("tp")``. All its
+        processes must have built the same loader, with the same topology, and call this together; batches then travel ahead of
+        the training loop, over connections of their own on the host (gloo). The state is that of what was handed out, on all.
+
+    The store is read once per data-parallel rank, but for the manifest. Worth it where the store or the cores are the limit:
+    a batch is copied twice more. Iterations must begin and end together on all peers. With ``snapshot="contents"`` only the
+    reader's state has the samples.
+
+    Raises `UsageError` without a process group, on a process outside of `group`, and for ``prefetch=0``. In an iteration
+    `WorkerError` on all peers when the reader fails or is gone, and on the reader when a peer is gone.
+    """
+    loader.share(group)
+    return loader
 
 
 def _check_dataset(dataset: object, batch_size: int | None, collate: object) -> None:

@@ -71,6 +71,8 @@ HOMES = {  # third-party package -> the only files that may import it
         "distributed/mesh.py",
         "distributed/replicas.py",
         "distributed/first_step.py",
+        "distributed/channel.py",
+        "loading/broadcast.py",
     },
 }
 PURE = {"threading", "concurrent", "time", "random", "os", "io", "socket", "torch", "asyncio", "logging"}

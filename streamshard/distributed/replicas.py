@@ -72,7 +72,7 @@ def digests(batch: Any) -> Digests:
 
 def _parts(leaf: Any) -> list[Any]:
     if isinstance(leaf, torch.Tensor) and leaf.layout == torch.jagged:
-        return [b"jagged", *_parts(leaf.values()), *_parts(leaf.offsets())]
+        return [b"jagged", *_parts(leaf.values()), *_parts(leaf.offsets())]  # type: ignore[attr-defined]  # torch knows it
     if isinstance(leaf, torch.Tensor):
         plain = leaf.detach().cpu().contiguous()
         flat = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""

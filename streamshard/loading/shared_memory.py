@@ -67,6 +67,10 @@ class Segment:
             copy(self.empty(shape, tensor.dtype), tensor)
         return offset
 
+    def written(self) -> torch.Tensor:
+        """All of it that was given out since `begin`, as bytes."""
+        return self._memory[: self._used]
+
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> torch.Tensor:
         """What the other side placed at `offset` when the segment had `size` bytes."""
         if size > self.size:

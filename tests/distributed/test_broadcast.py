@@ -1,0 +1,84 @@
+"""Peers get the batches that one of them reads, with the state, and hear of its end."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import streamshard as ss
+from streamshard.errors import UsageError
+from tests.conftest import write_dataset
+from tests.distributed.launch import launch, start
+
+COUNT = 203
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A dataset, and a copy of it that has a manifest only: who reads there fails."""
+    folder = tmp_path_factory.mktemp("broadcast")
+    url = write_dataset(folder / "ds", COUNT)
+    shutil.copytree(url, folder / "bare", ignore=shutil.ignore_patterns("shards"))
+    return url, str(folder / "bare"), folder
+
+
+@pytest.fixture(scope="module")
+def shared(places):
+    url, bare, folder = places
+    return launch("scenarios_broadcast.shared", 4, folder / "answers", url, bare, str(folder))
+
+
+@pytest.mark.parametrize("name", ["lists", "tensors", "workers", "whole"])
+def test_peers_get_what_the_reader_would_have_read_alone(shared, name):
+    for reader, peer in (shared[:2], shared[2:]):
+        assert reader["alone"] == reader[name] == peer[name]
+    assert sorted(i for found in shared[::2] for batch in found[name] for i in batch) == list(range(COUNT))
+
+
+def test_the_state_is_the_reader_s_on_all_after_every_batch(shared):
+    for reader, peer in (shared[:2], shared[2:]):
+        assert len(reader["states"]) == len(reader["lists"])
+        assert reader["states"] == peer["states"]
+
+
+def test_the_next_epoch_is_shared_too(shared):
+    for reader, peer in (shared[:2], shared[2:]):
+        assert reader["next epoch"] == peer["next epoch"] != reader["lists"]
+    assert sorted(i for found in shared[::2] for batch in found["next epoch"] for i in batch) == list(range(COUNT))
+
+
+def test_iterations_that_are_left_begin_again_together(shared):
+    for found in shared:
+        assert found["parts"] == [found["lists"][:3], found["lists"][:1]]
+
+
+def test_all_go_on_from_the_state_of_a_peer(shared):
+    for found in shared:
+        assert found["rest"] == found["lists"][5:]
+
+
+def test_peers_hear_what_the_reader_failed_with(shared):
+    failed = [(reader, peer) for reader, peer in (shared[:2], shared[2:]) if reader["failure"]]
+    assert len(failed) == 1  # the other data-parallel rank does not have the sample
+    reader, peer = failed[0]
+    assert "a hundred" in reader["failure"]
+    assert "which reads the batches of the group" in peer["failure"]
+    assert "a hundred" in peer["failure"]
+
+
+def test_peers_of_a_killed_reader_are_told_at_once(places, tmp_path):
+    url, bare, _ = places
+    done = start("scenarios_broadcast.killed", 2, tmp_path, url, bare, str(tmp_path))
+    assert done.returncode != 0
+    seconds, _, message = (tmp_path / "told").read_text().partition(" ")
+    assert float(seconds) < 10
+    assert message.startswith("global rank 0, which reads the batches of the group [0, 1], is gone")
+
+
+def test_batches_cannot_be_shared_without_a_process_group_or_without_reading_ahead(places):
+    dataset = ss.StreamDataset(places[0])
+    with pytest.raises(UsageError, match="init_process_group"):
+        ss.broadcast_batches(ss.StreamLoader(dataset, batch_size=2, collate=list), None)
+    with pytest.raises(UsageError, match="prefetch=1 or more"):
+        ss.broadcast_batches(ss.StreamLoader(dataset, batch_size=2, collate=list, prefetch=0), None)
