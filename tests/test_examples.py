@@ -20,7 +20,7 @@ def code_blocks(path: Path) -> list[str]:
     "page",
     [
         "README.md",
-        *(f"docs/{name}.md" for name in ("steps", "state", "writing", "storage", "loader")),
+        *(f"docs/{name}.md" for name in ("steps", "state", "writing", "storage", "loader", "distributed")),
         *(
             f"docs/frameworks/{name}.md"
             for name in ("dataloader", "stateful_dataloader", "lightning", "accelerate", "trainer", "nodes")
@@ -47,6 +47,25 @@ def test_links_between_pages_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def torchrun(processes: int, example: str, folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(ROOT / "examples" / example), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_data_parallel_training_goes_on_with_another_number_of_processes(tmp_path):
+    assert "step 10 on 2 processes" in torchrun(2, "ddp.py", tmp_path, "--steps", "10")
+    assert "step 20 on 4 processes" in torchrun(4, "ddp.py", tmp_path, "--steps", "10")
+
+
+def test_tensor_parallel_peers_train_on_the_same_batches(tmp_path):
+    lines = torchrun(4, "mesh.py", tmp_path).splitlines()
+    (first, second, third, fourth) = (line.partition(": ")[2] for line in lines)
+    assert first == second != third == fourth
 
 
 def test_a_short_demo_proves_itself(tmp_path):
