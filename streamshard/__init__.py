@@ -4,6 +4,7 @@ from streamshard.catalog import open_manifest
 from streamshard.dataset import StreamDataset
 from streamshard.distributed.gather import GatheredState, gather_state
 from streamshard.distributed.replicas import verify_replicas
+from streamshard.distributed.sharded import ShardedState
 from streamshard.distributed.topology import Topology
 from streamshard.errors import (
     CorruptError,
@@ -40,6 +41,7 @@ __all__ = [
     "Map",
     "MapDataset",
     "Ref",
+    "ShardedState",
     "StateError",
     "StorageError",
     "StoragePolicy",

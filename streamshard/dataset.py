@@ -23,7 +23,7 @@ from streamshard.catalog import load_manifest
 from streamshard.distributed.first_step import FirstStep
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
-from streamshard.frameworks.callers import refuse_one_file_for_all, shards_again, trainer_trains
+from streamshard.frameworks.callers import refuse_bare_dcp, refuse_one_file_for_all, shards_again, trainer_trains
 from streamshard.iteration import Book, Iteration, Mark, Share, dropped
 from streamshard.observe.events import Hook, StorageCounters
 from streamshard.order.cursor import innermost
@@ -561,6 +561,7 @@ class StreamDataset(IterableDataset[Any]):
                 "dataset.state_dict() in the main process cannot know how far the DataLoader's worker processes are; use "
                 "StreamLoader or torchdata's StatefulDataLoader and save the loader's state_dict(), or num_workers=0"
             )
+        refuse_bare_dcp("StreamDataset")
         refuse_one_file_for_all(self.ranks)
         if self._pending is not None:
             return self._pending.encode()

@@ -8,6 +8,7 @@ A state is a dictionary of plain immutable leaves (int, str, bytes), safe for ms
     fingerprint  JSON: dataset version and everything else that shapes the order
     epoch        the epoch of a finite iteration; with repeat=True the first one (each partition's cursor has its own)
     partitions   {"0": JSON of [turn, done, cursor], ...}
+    held         how many there are: whatever takes a state apart to store it has to put all of it together again
     contents     {"0,2,4": bytes, ...}, only with snapshot="contents": samples that a resume then need not read again
     batches      only of loaders: how many batches of the epoch a rank had handed out
     ended        only of loaders: 0 while the end of the epoch has not shown, even if no item is left
@@ -18,7 +19,8 @@ A state is a dictionary of plain immutable leaves (int, str, bytes), safe for ms
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +77,7 @@ class Snapshot:
             "fingerprint": json.dumps(self.fingerprint, sort_keys=True, separators=(",", ":")),
             "epoch": self.epoch,
             "partitions": {str(p): part.encode() for p, part in sorted(self.partitions.items())},
+            "held": len(self.partitions),
         }
         if self.contents:
             state["contents"] = dict(self.contents)
@@ -96,7 +99,7 @@ def decode_state(state: Any) -> Snapshot:
     if state["format"] != FORMAT:
         raise StateError(f"the state has format {state['format']!r}, this package reads {FORMAT}; upgrade it")
     try:
-        return Snapshot(
+        snapshot = Snapshot(
             scope=str(state["scope"]),
             fingerprint=json.loads(state["fingerprint"]),
             epoch=int(state["epoch"]),
@@ -110,6 +113,13 @@ def decode_state(state: Any) -> Snapshot:
         raise StateError(
             f"the state is damaged ({type(error).__name__}: {error}); resume from an earlier checkpoint"
         ) from error
+    found = len(snapshot.partitions)
+    if state.get("held", found) != found:
+        raise StateError(
+            f"the state says that it holds {state['held']} partitions and comes with {found}: it was taken apart on its way, "
+            f"as torch.distributed.checkpoint does. Save and load ShardedState(loader) there"
+        )
+    return snapshot
 
 
 def scope_name(reader: Reader) -> str:
@@ -171,7 +181,7 @@ def _misfit(name: str, saved: Any, current: Any) -> str:
     return f"the state was saved with {name}={_short(saved)}, and this dataset has {name}={_short(current)}: {cure}"
 
 
-def merge_states(states: Sequence[State]) -> State:
+def merge_states(states: Sequence[State], allow: Collection[str] = ()) -> State:
     """One full state out of the states of all ranks and workers, which resumes on any number of them.
 
     A state may also be one of torchdata's StatefulDataLoader, whose workers' states are taken out of it. One that was saved
@@ -179,8 +189,14 @@ def merge_states(states: Sequence[State]) -> State:
     to the interval of your checkpoints.
 
     Equal duplicates are fine (tensor-parallel peers hold the same partitions). Raises `StateError` for states of different
-    runs or epochs, for partitions that two states hold differently, and for missing ones.
+    runs, epochs or steps, for partitions that two states hold differently, and for missing ones.
+
+    allow: ``{"ragged"}`` accepts loaders' states from different steps, as after ranks have failed one by one. They resume
+        exactly once; how much further some were is logged.
     """
+    for name in allow:
+        if name != "ragged":
+            raise UsageError(f"merge_states(allow={name!r}): only 'ragged' can be allowed")
     if not states:
         raise StateError("merge_states got no state; pass those of all ranks and workers")
     snapshots = [snapshot for state in states for snapshot in _snapshots_inside(state)]
@@ -199,6 +215,9 @@ def merge_states(states: Sequence[State]) -> State:
                     f"state {number} ({snapshot.scope}) has partition {p} at {part.encode()}, another state at "
                     f"{partitions[p].encode()}; merge states of one save only"
                 )
+    _check_same_ranks(snapshots)
+    if "ragged" not in allow:
+        _check_same_step(snapshots)
     unstarted = [number for number, snapshot in enumerate(snapshots) if not snapshot.partitions]
     if len(unstarted) == len(snapshots):
         return first.encode()
@@ -221,6 +240,34 @@ def merge_states(states: Sequence[State]) -> State:
     ended = all(snapshot.ended for snapshot in snapshots)
     workers = _workers_of_all(snapshots)
     return Snapshot("full", first.fingerprint, first.epoch, partitions, contents, batches, ended, workers).encode()
+
+
+def _check_same_ranks(snapshots: Sequence[Snapshot]) -> None:
+    parts = [(number, snapshot.scope) for number, snapshot in enumerate(snapshots) if snapshot.scope != "full"]
+    totals = {re.split(r"[/ ]", scope)[2]: (number, scope) for number, scope in parts}
+    if len(totals) > 1:
+        (first, one), (second, other) = sorted(totals.values())[:2]
+        raise StateError(
+            f"state {first} is that of {one} and state {second} that of {other}: saves of different numbers of ranks are "
+            f"mixed. Take all from one"
+        )
+
+
+def _check_same_step(snapshots: Sequence[Snapshot]) -> None:
+    """Loaders saved together have handed out equally many batches, those at the end of a finite epoch perhaps fewer."""
+    counted = [
+        (number, snapshot)
+        for number, snapshot in enumerate(snapshots)
+        if snapshot.batches is not None and not all(part.done for part in snapshot.partitions.values())
+    ]
+    for number, snapshot in counted[1:]:
+        first, other = counted[0]
+        if snapshot.batches != other.batches:
+            raise StateError(
+                f"state {first} ({other.scope}) was saved after {other.batches} batches and state {number} ({snapshot.scope}) "
+                f"after {snapshot.batches}: two saves are mixed. Take all from one; if the ranks really stopped at different "
+                f"steps, merge_states(states, allow={{'ragged'}}) goes on without repeating or skipping anything"
+            )
 
 
 def _workers_of_all(snapshots: Sequence[Snapshot]) -> tuple[tuple[int, ...], ...]:

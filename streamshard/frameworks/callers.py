@@ -49,6 +49,16 @@ def _lightning(*names: str) -> tuple[str, ...]:
     return tuple(f"{package}.{name}" for package in ("lightning.pytorch", "pytorch_lightning") for name in names)
 
 
+def refuse_bare_dcp(name: str) -> None:
+    """Raise if torch.distributed.checkpoint itself asks for a state: it keeps one of what all ranks have under the same key."""
+    modules = tuple(f"torch.distributed.checkpoint.state_dict_{verb}" for verb in ("saver", "loader"))
+    if nearest(*modules, depth=3) is not None:
+        raise UsageError(
+            f"torch.distributed.checkpoint would take the state of this {name} apart, and mix those of the ranks: pass "
+            f"ShardedState({'dataset' if name.endswith('Dataset') else 'loader'}), from streamshard, to dcp.save and dcp.load"
+        )
+
+
 def refuse_one_file_for_all(ranks: Callable[[], int]) -> None:
     """Raise if accelerate asks one of several ranks for its state: it keeps that of rank 0 for all."""
     if "accelerate.checkpointing" not in sys.modules:  # `state_dict()` comes here after every batch of some loops

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamshard.dataset import StreamDataset, left_in_the_middle
 from streamshard.errors import UsageError
-from streamshard.frameworks.callers import lightning_trains, refuse_one_file_for_all
+from streamshard.frameworks.callers import lightning_trains, refuse_bare_dcp, refuse_one_file_for_all
 from streamshard.iteration import Mark, Share
 from streamshard.loading.position import Position
 from streamshard.state import State
@@ -154,6 +154,7 @@ class PositionedLoader:
         With ``accumulation`` and off a boundary it is the boundary's, which is logged once. After `confirm_by_call` it is that
         of the last batch confirmed.
         """
+        refuse_bare_dcp(type(self).__name__)
         position = self._position
         if position is None or self.dataset.has_pending_state:
             return self.dataset.state_dict()
