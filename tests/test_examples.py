@@ -62,6 +62,14 @@ def test_data_parallel_training_goes_on_with_another_number_of_processes(tmp_pat
     assert "step 20 on 4 processes" in torchrun(4, "ddp.py", tmp_path, "--steps", "10")
 
 
+def test_a_run_that_is_killed_twice_and_changes_its_size_proves_itself(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "elastic.py"), "--folder", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "40 of 40 steps trained on the same 48 samples" in done.stdout
+    assert "960 of 960 samples, each once" in done.stdout
+
+
 def test_tensor_parallel_peers_train_on_the_same_batches(tmp_path):
     lines = torchrun(4, "mesh.py", tmp_path).splitlines()
     (first, second, third, fourth) = (line.partition(": ")[2] for line in lines)
