@@ -73,6 +73,8 @@ HOMES = {  # third-party package -> the only files that may import it
         "distributed/first_step.py",
         "distributed/channel.py",
         "loading/broadcast.py",
+        "cli/state.py",
+        "cli/state_files.py",
     },
 }
 PURE = {"threading", "concurrent", "time", "random", "os", "io", "socket", "torch", "asyncio", "logging"}

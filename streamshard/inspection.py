@@ -1,0 +1,176 @@
+"""What a state means: where it stands, what was consumed up to there, what the shuffle buffers hold. For people and for tools.
+
+A state alone tells epochs, items and the spread of partitions. With its dataset (the manifest, and for tokens the indexes of
+shards that were begun) it also tells samples, tokens and refs. No sample is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from streamshard.catalog import load_manifest
+from streamshard.errors import StateError
+from streamshard.iteration import Book
+from streamshard.order.cursor import Ref, innermost
+from streamshard.order.partition import OrderSpec, PartitionOrder
+from streamshard.order.rotation import raggedness
+from streamshard.order.shuffle import ShuffleBuffer
+from streamshard.prefetch.access import ShardAccess
+from streamshard.state import PartitionState, Snapshot, State, decode_state
+from streamshard.storage.store import Store
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of the partitions that a state holds: the least and the largest number of items, how many are done, and by how many
+    items in all some are ahead of where the order has them (0 unless ranks were saved at different steps; full states only).
+    """
+
+    held: int
+    least: int
+    most: int
+    done: int
+    ahead: int
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """Of one source: samples that have left its shuffle buffers, and their lengths if the writer was given a length field."""
+
+    samples: int
+    tokens: int | None
+
+
+class Inspected:
+    """A state, with `store` together with its dataset. Raises `StateError` for what is no state."""
+
+    def __init__(self, state: State, store: Store | None = None) -> None:
+        self.snapshot: Snapshot = decode_state(state)
+        self._store = store
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that shapes the order."""
+        return self.snapshot.fingerprint
+
+    @property
+    def epochs(self) -> tuple[int, int]:
+        """The least and the highest epoch in which a partition is."""
+        found = [innermost(part.cursor)[0] for part in self._parts.values()]
+        return min(found, default=self.snapshot.epoch), max(found, default=self.snapshot.epoch)
+
+    @property
+    def items(self) -> int:
+        """Items that have left the pipeline, of the partitions held: in the epoch, with ``repeat=True`` ever."""
+        return sum(part.turn for part in self._parts.values())
+
+    def spread(self) -> Spread:
+        """How far apart the partitions are."""
+        turns = {p: part.turn for p, part in self._parts.items()}
+        done = {p for p, part in self._parts.items() if part.done}
+        ahead = (
+            raggedness(turns, done, self.fingerprint["partitions"]) if self.snapshot.scope == "full" and turns else 0
+        )
+        return Spread(len(turns), min(turns.values(), default=0), max(turns.values(), default=0), len(done), ahead)
+
+    def consumed(self) -> dict[str, Consumed]:
+        """By source (a plain dataset is called ""), of the partitions held. In this epoch, with ``repeat=True`` since the
+        run began. Reads the indexes of shards that were begun and not finished.
+        """
+        samples, tokens = 0, 0
+        counted = True
+        for p, part in self._parts.items():
+            epoch, k = innermost(part.cursor)
+            first = self.snapshot.epoch if self.fingerprint["repeat"] else epoch
+            for number in range(first, epoch + 1):
+                order, access = self._book.epoch(number)
+                partition = order.partition(p)
+                emitted = k if number == epoch else partition.size
+                samples += emitted
+                counted = counted and access.manifest.length_field is not None
+                tokens += _tokens(partition, emitted, access) if counted else 0
+        return {"": Consumed(samples, tokens if counted else None)}
+
+    def buffered(self) -> Iterator[tuple[int, list[Ref]]]:
+        """(partition, refs of the samples in its shuffle buffer, slot by slot), of partitions that are not done."""
+        for p, part in self._parts.items():
+            if part.done:
+                continue
+            epoch, k = innermost(part.cursor)
+            partition = self._book.epoch(epoch)[0].partition(p)
+            reads = ShuffleBuffer(partition).contents(k)
+            shards, rows = partition.refs(reads[reads >= 0])
+            yield p, [Ref("", shard, row) for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]
+
+    @property
+    def _parts(self) -> Mapping[int, PartitionState]:
+        return self.snapshot.partitions
+
+    @cached_property
+    def _book(self) -> Book:
+        if self._store is None:
+            raise StateError("samples, tokens and refs are known with the dataset only: pass its URL")
+        found = self.fingerprint
+        store = self._store
+        history = found.get("history") or [[0, found["dataset"]]]
+        timeline = [(int(first), ShardAccess(store, load_manifest(store, version))) for first, version in history]
+        spec = OrderSpec(
+            partitions=found["partitions"], seed=found["seed"], shuffle=found["shuffle"], interleave=found["interleave"],
+            run=found["run"], buffer=found["shuffle_buffer"], initial=found["initial"], repeat=found["repeat"],
+        )  # fmt: skip
+        return Book(spec, timeline)
+
+
+def _tokens(partition: PartitionOrder, emitted: int, access: ShardAccess) -> int:
+    """Sum of the lengths of the first `emitted` samples of a partition-epoch: all that was read, but for what is buffered."""
+    buffer = ShuffleBuffer(partition)
+    moment = min(emitted, buffer.drain_from)
+    total = 0
+    for stripe, done in enumerate(partition.progress(buffer.reads_before(moment))):
+        start = partition.stripe_starts[stripe]
+        for shard, first, last in partition.epoch.segments(start, start + done):
+            total += _length(access, shard, first, last)
+    reads = buffer.contents(emitted)
+    shards, rows = partition.refs(reads[reads >= 0])
+    for shard in np.unique(shards).tolist():
+        lengths = access.index(shard).lengths
+        assert lengths is not None
+        total -= int(lengths[rows[shards == shard]].sum(dtype=np.int64))
+    return total
+
+
+def _length(access: ShardAccess, shard: int, first: int, last: int) -> int:
+    if first == 0 and last == int(access.manifest.samples[shard]):
+        return int(access.manifest.lengths[shard])
+    lengths = access.index(shard).lengths
+    assert lengths is not None
+    return int(lengths[first:last].sum(dtype=np.int64))
+
+
+def first_difference(one: State, other: State) -> str | None:
+    """The first thing that differs between two states and matters for what comes next, in words; None if nothing does.
+
+    First what shapes the order, then whose state it is, then where partitions stand, then what only tools look at.
+    """
+    a, b = decode_state(one), decode_state(other)
+    return next((f"{name}: {x!r} and {y!r}" for name, x, y in _compared(a, b) if x != y), None)
+
+
+def _compared(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, Any, Any]]:
+    """(name, its value in the one, in the other) in the order of what matters most."""
+    for name in sorted(a.fingerprint.keys() | b.fingerprint.keys()):
+        yield name, a.fingerprint.get(name), b.fingerprint.get(name)
+    yield "scope", a.scope, b.scope
+    yield "epoch", a.epoch, b.epoch
+    yield "partitions held", sorted(a.partitions), sorted(b.partitions)
+    for p, part in sorted(a.partitions.items()):
+        for field in ("turn", "done", "cursor"):
+            yield f"{field} of partition {p}", getattr(part, field), getattr(b.partitions[p], field)
+    for field in ("batches", "ended", "workers"):
+        yield field, getattr(a, field), getattr(b, field)
+    yield "contents of partitions", sorted(a.contents), sorted(b.contents)
