@@ -59,13 +59,13 @@ def _described(where: str, state: State, store: Store | None) -> str:
         ("epoch", str(low) if low == high else f"{low} to {high}"),
     ]
     if snapshot.batches is not None:
-        rows.append(("steps", f"{snapshot.batches} batches of a rank in this epoch{_since_start(found)}"))
-    items = f"{inspected.items} items{_since_start(found)}" if spread.held else "not begun"
+        rows.append(("steps", f"{snapshot.batches} batches of a rank{_span(found)}"))
+    items = f"{inspected.items} items{_span(found)}" if spread.held else "not begun"
     rows.append(("items", items))
     if store is not None and spread.held:
         for source, consumed in inspected.consumed().items():
             tokens = "" if consumed.tokens is None else f", {consumed.tokens} tokens"
-            rows.append(("consumed", f"{source or 'dataset'}: {consumed.samples} samples{tokens}{_since_start(found)}"))
+            rows.append(("consumed", f"{source or 'dataset'}: {consumed.samples} samples{tokens}{_span(found)}"))
     rows.append(
         (
             "partitions",
@@ -79,8 +79,8 @@ def _described(where: str, state: State, store: Store | None) -> str:
     return "\n".join([where, *(f"  {name:<15} {text}" for name, text in rows)])
 
 
-def _since_start(fingerprint: dict[str, Any]) -> str:
-    return " since the run began" if fingerprint["repeat"] else ""
+def _span(fingerprint: dict[str, Any]) -> str:
+    return " since the run began" if fingerprint["repeat"] else " in this epoch"
 
 
 def _plain(value: Any) -> str:
