@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streamshard.catalog import load_manifest
+from streamshard.distributed.equal_steps import StepAgreement
 from streamshard.distributed.first_step import FirstStep
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
@@ -349,6 +350,15 @@ class StreamDataset(IterableDataset[Any]):
             self._partitions = resolve_partitions(self._asked_partitions, reader, shuffle=self._order.shuffle)
         check_divides(self._partitions, reader)
 
+    @property
+    def endless(self) -> bool:
+        """For loaders: whether epochs follow one another without an end."""
+        return self._repeat
+
+    def agreement(self) -> StepAgreement:
+        """For loaders: the ranks' agreement about the steps of the iteration that begins."""
+        return StepAgreement(self._store.url, resolve(self.topology))
+
     def first_batch(self, batch: Any) -> None:
         """For loaders: `batch` is the first that is handed out of an iteration; peers must have the same."""
         if self._first_step is not None:
@@ -473,6 +483,16 @@ class StreamDataset(IterableDataset[Any]):
             found.append(sum(number for number in left if number is not None))
         return found
 
+    def items_left_of_ranks(self, workers: int, *, fresh: bool = False) -> list[list[int]] | None:
+        """For loaders: `items_left` of each rank's workers in the next iteration; None too where a state does not say."""
+        pending = None if fresh else self._pending
+        if pending is not None and pending.partitions and pending.scope != "full":
+            return None
+        whole, each = self._current_reader(), max(1, workers)
+        readers = [Reader(rank, whole.ranks, w, each) for rank in range(whole.ranks) for w in range(each)]
+        left = self.items_left(self._shares(pending, whole, readers))
+        return None if left is None else [left[first : first + each] for first in range(0, len(left), each)]
+
     def _nothing_left(self, snapshot: Snapshot) -> bool:
         """Whether the partitions of a state are known to have no item left."""
         live = {p: part for p, part in snapshot.partitions.items() if not part.done}
@@ -483,7 +503,9 @@ class StreamDataset(IterableDataset[Any]):
         """For loaders: why `items_left` knows nothing."""
         if self._repeat:
             return "repeat=True has no end"
-        return f"what leaves {uncounted(self.steps)} is known only after reading"
+        if uncounted(self.steps):
+            return f"what leaves {uncounted(self.steps)} is known only after reading"
+        return "it depends on other ranks, of which the loaded state of this rank knows nothing"
 
     def marks(self) -> dict[int, Mark]:
         """For loaders: where the partitions that this process reads stand after the last item yielded."""

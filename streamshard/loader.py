@@ -6,6 +6,7 @@ it. Those of the last batch handed out are the state, so nothing that waits is i
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from streamshard.distributed.channel import Channel
 from streamshard.errors import UsageError, WorkerError
 from streamshard.iteration import Mark, Share
 from streamshard.loading.broadcast import ReceivedSource, SentSource
+from streamshard.loading.equal import EqualSource, Left
 from streamshard.loading.formed import Source
 from streamshard.loading.local import LocalSource, NextBuffers
 from streamshard.loading.positioned import PositionedLoader
@@ -29,6 +31,8 @@ from streamshard.staging.device import check_device, open_device
 from streamshard.staging.stager import Slot
 from streamshard.steps.tensors import Empty, fresh
 from streamshard.steps.tensors import collate as default_collate
+
+_logger = logging.getLogger("streamshard")
 
 
 class StreamLoader(PositionedLoader):
@@ -55,6 +59,11 @@ class StreamLoader(PositionedLoader):
         when the `slots`-th one after it is asked for; otherwise every batch has memory of its own.
     dtypes: field -> torch dtype to convert to on the device, after the (smaller) copy; ``"images.pixels"`` for a nested one.
     accumulation: batches of one optimizer step. The state is then always that of the last complete step.
+    remainder: what happens at the end of an epoch where ranks have different numbers of batches, or short ones. ``"keep"``
+        hands out what there is. ``"drop"`` ends when any rank has no whole batch; ``"pad"`` goes on until none has anything,
+        filling up with rows that have ``loss_mask`` 0, ``labels`` -100 and ``padding`` True, a field of all batches then.
+        With both every rank makes the same number of steps, agreed ahead of the training loop. What was dropped and padded is
+        logged at the end and in `counters`. Needs a process group where there are several ranks.
 
     The constructor opens the manifest only where a wish can be refused by it: a `batch_size` without steps and `collate`.
 
@@ -77,6 +86,7 @@ class StreamLoader(PositionedLoader):
         static_buffers: bool = False,
         dtypes: Mapping[str, torch.dtype] | None = None,
         accumulation: int = 1,
+        remainder: str = "keep",
     ) -> None:
         _check_dataset(dataset, batch_size, collate)
         _check_counts(batch_size=batch_size, accumulation=accumulation, slots=slots)
@@ -84,7 +94,10 @@ class StreamLoader(PositionedLoader):
         self._device = check_device(device, pin_memory=pin_memory)
         _check_prefetch(prefetch, workers, self._device)
         _check_staging(self._device, static_buffers, dtypes)
+        _check_remainder(remainder, dataset)
         super().__init__(dataset)
+        self._remainder = remainder
+        self._equal: EqualSource | None = None  # of the newest iteration
         self._batch_size = batch_size
         self._collate = collate
         self._workers = workers
@@ -132,6 +145,7 @@ class StreamLoader(PositionedLoader):
                     self._ended(position, end.marks)
                 yield formed.batch
             if position.complete:
+                self._tell_left()
                 self._confirm_end_unless_by_call()
             elif run is not self._run:
                 raise UsageError(
@@ -139,6 +153,14 @@ class StreamLoader(PositionedLoader):
                 )
         finally:
             run.close()
+
+    def _tell_left(self) -> None:
+        left = self._equal.left if self._equal is not None else Left()
+        if any(left):
+            _logger.info(
+                "remainder=%r at the end of epoch %d: this rank left out %d rows and added %d of padding",
+                self._remainder, self._position.epoch if self._position else 0, left.dropped, left.padded,
+            )  # fmt: skip
 
     def _begin(self) -> Run:
         """A new run. Nothing is changed before it stands, so that a start that fails can be tried again."""
@@ -186,13 +208,15 @@ class StreamLoader(PositionedLoader):
         self._channel = Channel(group)
 
     def _source(self, shares: list[Share], buffers: NextBuffers) -> Source:
-        if self._channel is None:
-            return self._own_source(shares, buffers)
-        if self._channel.sends:
-            return SentSource(self._own_source(shares, buffers), self._channel)
-        return ReceivedSource(self._channel, buffers, self._empty)
+        if self._channel is not None and not self._channel.sends:
+            return ReceivedSource(self._channel, buffers, self._empty)
+        source = self._read_source(shares, buffers)
+        if self._remainder != "keep":
+            agreement = self.dataset.agreement()
+            source = self._equal = EqualSource(source, agreement, self._batch_size, pad=self._remainder == "pad")
+        return source if self._channel is None else SentSource(source, self._channel)
 
-    def _own_source(self, shares: list[Share], buffers: NextBuffers) -> Source:
+    def _read_source(self, shares: list[Share], buffers: NextBuffers) -> Source:
         if not self._workers:
             return LocalSource(self.dataset.open_share(shares[0], lent=True), self._batch_size, self._form, buffers)
         if self._group is None or not self._group.alive:
@@ -244,7 +268,16 @@ class StreamLoader(PositionedLoader):
     def _count(self, items: Sequence[int]) -> int:
         size = self._batch_size or 1
         apart = self._collate is not None and self._workers > 0  # each worker's items are batched by themselves
-        return sum(-(-n // size) for n in (items if apart else [sum(items)]))
+        short = 0 if self._remainder == "drop" else size - 1
+        return sum((n + short) // size for n in (items if apart else [sum(items)]))
+
+    def _expect(self, shares: list[Share], *, fresh: bool = False) -> int | None:
+        if self._remainder == "keep":
+            return super()._expect(shares, fresh=fresh)
+        ranks = self.dataset.items_left_of_ranks(self._workers, fresh=fresh)
+        if ranks is None:
+            return None
+        return (min if self._remainder == "drop" else max)(self._count(items) for items in ranks)
 
     def _contents(self) -> dict[str, bytes]:
         run = self._run or self._last
@@ -266,7 +299,9 @@ class StreamLoader(PositionedLoader):
         if position is None or run is None:
             return LoaderCounters()
         waits, seconds = run.waited()
-        return LoaderCounters(position.handed_out, waits, seconds, self.dataset.dropped(position.partitions()))
+        left = self._equal.left if self._equal is not None else Left()
+        dropped = self.dataset.dropped(position.partitions())
+        return LoaderCounters(position.handed_out, waits, seconds, dropped, left.dropped, left.padded)
 
     def storage_counters(self) -> StorageCounters:
         """As `StreamDataset.storage_counters`: of this process. Workers have their own store, and count with `on_event`."""
@@ -337,6 +372,16 @@ def _check_staging(device: torch.device | None, static_buffers: bool, dtypes: Ma
             raise UsageError(
                 f"StreamLoader(dtypes=...): field {field!r} has {dtype!r}; pass a torch dtype such as torch.int64"
             )
+
+
+def _check_remainder(remainder: str, dataset: StreamDataset) -> None:
+    if remainder not in ("keep", "drop", "pad"):
+        raise UsageError(f"StreamLoader(remainder={remainder!r}): choose 'keep', 'drop' or 'pad'")
+    if remainder != "keep" and dataset.endless:
+        raise UsageError(
+            f"StreamLoader(remainder={remainder!r}) is about the end of an epoch, and repeat=True has none: leave it out, all "
+            f"ranks make as many steps as you ask for"
+        )
 
 
 def _check_counts(least: int = 1, **counts: int | None) -> None:

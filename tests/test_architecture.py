@@ -72,6 +72,8 @@ HOMES = {  # third-party package -> the only files that may import it
         "distributed/replicas.py",
         "distributed/first_step.py",
         "distributed/channel.py",
+        "distributed/equal_steps.py",
+        "loading/equal.py",
         "loading/broadcast.py",
         "cli/state.py",
         "cli/state_files.py",

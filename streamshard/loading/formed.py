@@ -14,13 +14,15 @@ from streamshard.staging.buffers import Buffers
 class Formed:
     """A batch, or whatever is handed out at once, and where the partitions that gave it stood after it.
 
-    last: there is no batch, only the marks of the end. buffers: the reused memory that the batch lies in, if it does.
+    last: there is no batch, only the marks of the end. buffers: the reused memory that the batch lies in, if it does. rows: of
+    the batch, if it was formed of so many items.
     """
 
     batch: Any
     marks: dict[int, Mark]
     last: bool = False
     buffers: Buffers | None = field(default=None, repr=False)
+    rows: int = 1
 
 
 class Source(Protocol):

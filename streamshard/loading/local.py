@@ -36,7 +36,7 @@ class LocalSource:
                 yield Formed(items[0], marks)
             else:
                 buffers = self._buffers()
-                yield Formed(self._form(items, buffers), marks, buffers=buffers)
+                yield Formed(self._form(items, buffers), marks, buffers=buffers, rows=len(items))
             if first:
                 iteration.begin_speculation()
                 first = False

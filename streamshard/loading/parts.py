@@ -73,7 +73,7 @@ class Part:
     """One message. `size` is the segment's; `slots` has one slot a row, or that of the item.
 
     cursors: with rows, the cursor after each. marks: without rows, where partitions stood after the item; with rows, those
-    that ended, each after so many rows.
+    that ended, each after so many rows. rows: items of the batch, if it was formed of some.
     """
 
     segment: int
@@ -82,6 +82,7 @@ class Part:
     slots: bytes
     cursors: list[Cursor] = field(default_factory=list)
     marks: list[tuple[int, int, Mark]] = field(default_factory=list)  # (rows before it, partition, mark)
+    rows: int = 1
 
 
 def encode(batch: Any, segment: Segment) -> Any:

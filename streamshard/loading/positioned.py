@@ -121,9 +121,13 @@ class PositionedLoader:
         if self.in_the_middle:
             _logger.warning(left_in_the_middle(self.dataset.epoch))
 
-    def _new_position(self, shares: list[Share], accumulation: int = 1) -> Position:
+    def _new_position(self, shares: list[Share], accumulation: int = 1, *, fresh: bool = False) -> Position:
+        return Position(shares, accumulation, shares[0].batches, self._expect(shares, fresh=fresh))
+
+    def _expect(self, shares: list[Share], *, fresh: bool = False) -> int | None:  # noqa: ARG002  (for some)
+        """The batches that `shares` have; None if that is not known. fresh: they are of an epoch from its beginning."""
         items = self.dataset.items_left(shares)
-        return Position(shares, accumulation, shares[0].batches, None if items is None else self._count(items))
+        return None if items is None else self._count(items)
 
     def __len__(self) -> int:
         """Batches of this rank in the current epoch, those that a resumed run had before included.
@@ -139,7 +143,7 @@ class PositionedLoader:
 
     def full_length(self) -> int:
         """Batches of this rank in an epoch from its beginning. Raises TypeError where `len` does."""
-        return self._expected(self._new_position(self.dataset.shares(self._reading(), fresh=True)))
+        return self._expected(self._new_position(self.dataset.shares(self._reading(), fresh=True), fresh=True))
 
     def _expected(self, position: Position) -> int:
         if position.expected is None:

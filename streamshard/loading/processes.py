@@ -257,7 +257,7 @@ class ProcessSource:
         empty = self._empty if buffers is None else buffers.empty
         batch = decode(part.skeleton, worker.segments[part.segment], part.size, empty)
         worker.tell(worker.data, "free", self._pass, part.segment)
-        return Formed(batch, {p: mark for _, p, mark in part.marks}, buffers=buffers)
+        return Formed(batch, {p: mark for _, p, mark in part.marks}, buffers=buffers, rows=part.rows)
 
     def _next_rows(self, rows: int) -> Formed:
         batch = _Gathered()
@@ -267,7 +267,7 @@ class ProcessSource:
         whole = assemble(batch.pieces, batch.rows, self._empty if buffers is None else buffers.empty)
         for worker, part in batch.used:
             worker.tell(worker.data, "free", self._pass, part.segment)
-        return Formed(whole, batch.marks, buffers=buffers)
+        return Formed(whole, batch.marks, buffers=buffers, rows=batch.rows)
 
     def _gather(self, batch: _Gathered, wanted: int) -> None:
         """Add the rows with the least slots, out of the heads; none beyond what a worker may still have to give."""

@@ -249,7 +249,7 @@ class _Former:
             return None
         batch = items[0] if self._job.collate is None else self._job.collate(items)
         marks = [(0, p, run.mark()) for p, run in changed.items()]
-        return Part(0, 0, encode(batch, segment), np.array([slot], np.int64).tobytes(), marks=marks)
+        return Part(0, 0, encode(batch, segment), np.array([slot], np.int64).tobytes(), marks=marks, rows=len(items))
 
 
 def failure_of(error: BaseException) -> Failure:

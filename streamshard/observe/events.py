@@ -56,13 +56,16 @@ class StorageCounters:
 @dataclass(frozen=True, slots=True)
 class LoaderCounters:
     """One iteration of a loader so far: batches handed out; how often, and how many seconds in all, they were waited for; and
-    what steps have dropped of what was handed out, by step.
+    what steps have dropped of what was handed out, by step. remainder_dropped, remainder_padded: rows of this rank (items
+    without a ``batch_size``) that ``remainder="drop"`` left out at the end of the epoch, and that ``"pad"`` added.
     """
 
     batches: int = 0
     waits: int = 0
     waiting_s: float = 0.0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    remainder_dropped: int = 0
+    remainder_padded: int = 0
 
 
 Event = ThrottlingBegan | ThrottlingEnded | StorageCounters
