@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def live(folder: Path, processes: int, kill_after: int | None, steps: int) -> No
     if kill_after is not None:
         run.kill()
         for pid in pids(folder, processes):  # torchrun's children are no group of its own
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     if run.wait() and kill_after is None:
         raise SystemExit(f"torchrun ended with exit code {run.returncode}")
 

@@ -149,7 +149,7 @@ class StreamDataset(IterableDataset[Any]):
         self._snapshot = snapshot
         self._provenance = provenance
         self._verify_ranks = verify_ranks
-        self._first_step: FirstStep | None = None  # of the newest iteration
+        self._first_step: FirstStep | None = None  # once made, it was passed
         self._budget = prefetch_bytes
         self._manifest: Manifest | None = None
         self._history: list[tuple[int, str]] = []  # earlier dataset versions: (first epoch, version)
@@ -289,6 +289,8 @@ class StreamDataset(IterableDataset[Any]):
         if pending is None and not self.owned:
             self._warn_if_left_in_the_middle()
         share = self._shares(pending, reader, [reader])[0]
+        if worker is None:
+            self.compare_settings(share)
         iteration = self.open_share(share)
         self._started(share, worker)
         if worker is not None and pending is not None:
@@ -368,10 +370,14 @@ class StreamDataset(IterableDataset[Any]):
         """For loaders: `epoch` has been handed out to its end; the next iteration reads the one after."""
         self._shared[_EPOCH] = epoch + 1
 
+    def compare_settings(self, share: Share) -> None:
+        """For loaders, in the main process, before anything begins: the first time, see that the ranks of a job agree."""
+        if self._verify_ranks and self._first_step is None:
+            first = FirstStep(self._store.url, resolve(self.topology))
+            first.begins(self._fingerprint(), None if self._pending is not None else share.epoch)
+            self._first_step = first
+
     def _started(self, share: Share, worker: Any) -> None:
-        if worker is None and self._verify_ranks:
-            self._first_step = FirstStep(self._store.url, resolve(self.topology))
-            self._first_step.begins(self._fingerprint(), None if self._pending is not None else share.epoch)
         self._shared[_WORKERS_READ] = int(worker is not None)
         if worker is None and not self._repeat:
             self._shared[_EPOCH] = share.epoch

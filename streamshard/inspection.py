@@ -80,20 +80,21 @@ class Inspected:
 
     def consumed(self) -> dict[str, Consumed]:
         """By source (a plain dataset is called ""), of the partitions held. In this epoch, with ``repeat=True`` since the
-        run began. Reads the indexes of shards that were begun and not finished.
+        run began. Reads the indexes of shards in which a partition begins, ends, or is.
         """
         samples, tokens = 0, 0
         counted = True
-        for p, part in self._parts.items():
-            epoch, k = innermost(part.cursor)
-            first = self.snapshot.epoch if self.fingerprint["repeat"] else epoch
-            for number in range(first, epoch + 1):
-                order, access = self._book.epoch(number)
-                partition = order.partition(p)
-                emitted = k if number == epoch else partition.size
-                samples += emitted
-                counted = counted and access.manifest.length_field is not None
-                tokens += _tokens(partition, emitted, access) if counted else 0
+        at = {p: innermost(part.cursor) for p, part in self._parts.items()}
+        low, high = self.epochs
+        for number in range(self.snapshot.epoch if self.fingerprint.get("repeat") else low, high + 1):
+            order, access = self._book.epoch(number)
+            counted = counted and access.manifest.length_field is not None
+            for p, (epoch, k) in at.items():
+                if number <= epoch:
+                    partition = order.partition(p)
+                    emitted = k if number == epoch else partition.size
+                    samples += emitted
+                    tokens += _tokens(partition, emitted, access) if counted else 0
         return {"": Consumed(samples, tokens if counted else None)}
 
     def buffered(self) -> Iterator[tuple[int, list[Ref]]]:
@@ -116,6 +117,10 @@ class Inspected:
         if self._store is None:
             raise StateError("samples, tokens and refs are known with the dataset only: pass its URL")
         found = self.fingerprint
+        if "shuffle_buffer" not in found:
+            raise StateError(
+                "this is the state of a MapDataset's sampler, which has no shuffle buffers; leave the dataset out"
+            )
         store = self._store
         history = found.get("history") or [[0, found["dataset"]]]
         timeline = [(int(first), ShardAccess(store, load_manifest(store, version))) for first, version in history]

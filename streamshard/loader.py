@@ -6,6 +6,7 @@ it. Those of the last batch handed out are the state, so nothing that waits is i
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,6 +170,7 @@ class StreamLoader(PositionedLoader):
         self._check_confirmed()
         self._warn_if_left_in_the_middle()
         shares = self.dataset.shares(self._workers)
+        self.dataset.compare_settings(shares[0])
         position = self._new_position(shares, self._accumulation)
         staging = self._staging()
         pool = staging.pool if staging is not None else None
@@ -208,13 +210,13 @@ class StreamLoader(PositionedLoader):
         self._channel = Channel(group)
 
     def _source(self, shares: list[Share], buffers: NextBuffers) -> Source:
+        agreement = None if self._remainder == "keep" else self.dataset.agreement()  # of all, also of those who receive
         if self._channel is not None and not self._channel.sends:
-            return ReceivedSource(self._channel, buffers, self._empty)
+            return ReceivedSource(self._channel, buffers, self._empty, _place(shares))
         source = self._read_source(shares, buffers)
-        if self._remainder != "keep":
-            agreement = self.dataset.agreement()
+        if agreement is not None:
             source = self._equal = EqualSource(source, agreement, self._batch_size, pad=self._remainder == "pad")
-        return source if self._channel is None else SentSource(source, self._channel)
+        return source if self._channel is None else SentSource(source, self._channel, _place(shares))
 
     def _read_source(self, shares: list[Share], buffers: NextBuffers) -> Source:
         if not self._workers:
@@ -324,6 +326,17 @@ def broadcast_batches(loader: StreamLoader, group: Any) -> StreamLoader:
     """
     loader.share(group)
     return loader
+
+
+def _place(shares: Sequence[Share]) -> str:
+    """Where an iteration begins, for people; equal if all of it is."""
+    first = shares[0]
+    states = [(p, part.encode()) for share in shares for p, part in sorted(share.live.items())]
+    digest = hashlib.blake2b(repr(states).encode(), digest_size=4).hexdigest()
+    return (
+        f"data-parallel rank {first.reader.rank} of {first.reader.ranks}, epoch {first.epoch}, after {first.batches} batches, "
+        f"partitions {digest}"
+    )
 
 
 def _check_dataset(dataset: object, batch_size: int | None, collate: object) -> None:

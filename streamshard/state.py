@@ -218,7 +218,8 @@ def merge_states(states: Sequence[State], allow: Collection[str] = ()) -> State:
     _check_same_ranks(snapshots)
     if "ragged" not in allow:
         _check_same_step(snapshots)
-    unstarted = [number for number, snapshot in enumerate(snapshots) if not snapshot.partitions]
+    # One of a rank that owns nothing has no partitions either, but a scope that says so.
+    unstarted = [number for number, s in enumerate(snapshots) if not s.partitions and s.scope == "full"]
     if len(unstarted) == len(snapshots):
         return first.encode()
     if unstarted:
@@ -279,9 +280,18 @@ def _workers_of_all(snapshots: Sequence[Snapshot]) -> tuple[tuple[int, ...], ...
     return tuple(held for rank in ranks for held in by_scope[rank])
 
 
-def _snapshots_inside(state: Any) -> list[Snapshot]:
+def of_stateful_dataloader(state: Mapping[Any, Any]) -> bool:
+    """Whether torchdata's StatefulDataLoader has saved this, which has the states of its workers' datasets."""
+    return "format" not in state and bool({"_snapshot", "dataset_state"} & set(state))
+
+
+def states_inside(state: Any) -> list[State]:
     """The state, or those of datasets in what a StatefulDataLoader saved."""
-    if not isinstance(state, Mapping) or "format" in state or not {"_snapshot", "dataset_state"} & set(state):
+    return [snapshot.encode() for snapshot in _snapshots_inside(state)]
+
+
+def _snapshots_inside(state: Any) -> list[Snapshot]:
+    if not isinstance(state, Mapping) or not of_stateful_dataloader(state):
         return [decode_state(state)]
     behind = state.get("_steps_since_snapshot", 0)
     if behind:

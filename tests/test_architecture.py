@@ -73,6 +73,7 @@ HOMES = {  # third-party package -> the only files that may import it
         "distributed/first_step.py",
         "distributed/channel.py",
         "distributed/equal_steps.py",
+        "distributed/job.py",
         "loading/equal.py",
         "loading/broadcast.py",
         "cli/state.py",
@@ -128,7 +129,8 @@ def test_the_order_layer_is_pure():
 def test_nothing_is_imported_late_or_pickled_or_asserted_on_users():
     for path in files():
         assert not imports(path)[1], f"{path} imports inside a function"
-        assert not {"pickle", "cloudpickle", "dill", "marshal"} & imports(path)[0], path
+        if path.relative_to(ROOT).as_posix() != "loading/wire.py":  # batches between processes of one job
+            assert not {"pickle", "cloudpickle", "dill", "marshal"} & imports(path)[0], path
 
 
 def test_no_function_is_longer_than_a_screen():

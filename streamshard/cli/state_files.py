@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from streamshard.distributed.sharded import put_together
-from streamshard.errors import UsageError
-from streamshard.state import State, merge_states
+from streamshard.errors import StateError, UsageError
+from streamshard.state import State, of_stateful_dataloader, states_inside
 
 
 def read_states(path: str) -> list[tuple[str, State]]:
@@ -49,12 +50,18 @@ def _loaded(path: Path) -> Any:
 
 
 def _inside(value: Any, where: str) -> Iterator[tuple[str, State]]:
+    if isinstance(value, list):
+        value = dict(enumerate(value))
     if not isinstance(value, Mapping):
         return
     if {"format", "scope", "fingerprint", "partitions"} <= value.keys():
         yield where, dict(value)
-    elif {"_snapshot", "dataset_state"} & value.keys():  # a StatefulDataLoader's, which has those of its workers
-        yield where, merge_states([dict(value)])
+    elif of_stateful_dataloader(value):  # perhaps of another dataset than ours
+        with suppress(StateError, KeyError, TypeError):
+            found = states_inside(value)
+            yield from (
+                (f"{where}[{number}]" if len(found) > 1 else where, state) for number, state in enumerate(found)
+            )
     else:
         for key, inner in value.items():
             yield from _inside(inner, f"{where}.{key}" if where else str(key))

@@ -6,29 +6,30 @@ group of the caller's cannot be used from another thread than the one that train
 
 from __future__ import annotations
 
+import secrets
 import threading
-from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
 
+from streamshard.distributed.job import running, store
 from streamshard.errors import UsageError, WorkerError
 
 # Between two batches there may be an evaluation of hours. A peer that is gone is noticed by its closed connection.
 _TIMEOUT = timedelta(days=7)
-_opened: Counter[tuple[int, ...]] = Counter()  # channels between the same processes: all of them count alike
 
 
 class Channel:
-    """From the first process of `group` to its others. Building one waits for all of them.
+    """From the first process of `group` to its others. Building one is a collective of `group`.
 
     A message is two strings of bytes. One thread uses it at a time: it has `lock` meanwhile.
     """
 
     def __init__(self, group: Any) -> None:
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not running():
             raise UsageError(
                 "there is no process group to share batches in: call torch.distributed.init_process_group first"
             )
@@ -40,12 +41,11 @@ class Channel:
             )
         self.sends = mine == self.ranks[0]
         self.lock = threading.Lock()
-        _opened[tuple(self.ranks)] += 1
-        name = f"streamshard/channel/{'-'.join(map(str, self.ranks))}/{_opened[tuple(self.ranks)]}"
-        # torch has no public name for the store that the job was set up with, and no types for what comes of it
-        torch_distributed: Any = torch.distributed
-        store = torch_distributed.PrefixStore(name, torch_distributed.distributed_c10d._get_default_store())  # noqa: SLF001
-        self._gloo = torch_distributed.ProcessGroupGloo(store, self.ranks.index(mine), len(self.ranks), _TIMEOUT)
+        drawn = [secrets.token_hex(8)]  # so that nothing an earlier life of the job has left in the store is met
+        torch.distributed.broadcast_object_list(drawn, src=self.ranks[0], group=group)
+        made: Any = torch.distributed  # torch has no types for these
+        prefixed = made.PrefixStore(f"streamshard/channel/{drawn[0]}", store())
+        self._gloo = made.ProcessGroupGloo(prefixed, self.ranks.index(mine), len(self.ranks), _TIMEOUT)
 
     def send(self, kind: int, head: bytes, body: torch.Tensor) -> None:
         """Give all peers a message; `body` is a tensor of uint8."""
@@ -70,12 +70,19 @@ class Channel:
         self._pass(memory)
 
     def _pass(self, tensor: torch.Tensor) -> None:
+        """From the first to each of the others, directly: whoever loses the connection hears of it."""
+        if not self.sends:
+            self._done(lambda: self._gloo.recv([tensor], 0, 0).wait(), 0)
+            return
+        sent = [(self._gloo.send([tensor], place, 0), place) for place in range(1, len(self.ranks))]
+        for work, place in sent:
+            self._done(work.wait, place)
+
+    def _done(self, wait: Callable[[], Any], place: int) -> None:
         try:
-            self._gloo.broadcast(tensor, 0).wait()
+            wait()
         except RuntimeError as error:
-            peers = ", ".join(map(str, self.ranks[1:]))
-            gone = f"one of the ranks {peers}, which get" if self.sends else f"global rank {self.ranks[0]}, which reads"
             raise WorkerError(
-                f"{gone} the batches of the group {self.ranks}, is gone ({str(error).splitlines()[0]}). Restart the job from "
-                f"its last checkpoint"
+                f"global rank {self.ranks[place]}, which {'gets' if self.sends else 'reads'} the batches of the group "
+                f"{self.ranks}, is gone ({str(error).splitlines()[0]}). Restart the job from its last checkpoint"
             ) from error

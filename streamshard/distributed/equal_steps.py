@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed
 
+from streamshard.distributed.job import nonce, running, store
 from streamshard.distributed.topology import Topology
 from streamshard.errors import UsageError, WorkerError
 
-_begun: Counter[str] = Counter()  # iterations of a dataset in this process: every process counts alike
+_begun: Counter[tuple[str, str]] = Counter()  # iterations of a dataset in this process: every process counts alike
 _HAS, _LACKS = 1 << 20, 1 << 40  # parts of a step's counter, above the number of ranks that have reported
 _PAUSE_S = 0.0002, 0.001  # between two looks for a verdict: first, and at most (with many ranks more, see below)
 _STORE_S = 20e-6  # what the store's process needs for a look: all ranks together are to keep it half busy at most
@@ -41,6 +42,8 @@ class Closed(Exception):  # noqa: N818  (it ends a wait, it is no error)
 class StepAgreement:
     """The steps of one iteration over the dataset called `name`, by the ranks of `topology`. Peers of a rank agree among those
     of other ranks that came in the same order, so each has the same verdicts. `ask` is for one thread, `close` for any.
+
+    The first one of a job is a collective of all its processes.
     """
 
     def __init__(self, name: str, topology: Topology) -> None:
@@ -50,17 +53,15 @@ class StepAgreement:
         self._alone = topology.size == 1
         if self._alone:
             return
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not running():
             raise UsageError(
                 f"ranks cannot agree on the number of steps without a process group, and this is rank {topology.rank} of "
                 f"{topology.size}: call torch.distributed.init_process_group first, or use remainder='keep'"
             )
-        # torch has no public name for it: what every process group of the job was set up with
-        self._store: Any = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
-        _begun[name] += 1
-        self._key = f"streamshard/steps/{_begun[name]}/{name}"
-        order = self._store.add(f"{self._key}/came/{topology.rank}", 1)
-        self._key = f"{self._key}/{order}"
+        self._store: Any = store()
+        life = nonce()
+        _begun[life, name] += 1
+        self._key = f"streamshard/steps/{life}/{_begun[life, name]}/{name}"
 
     def ask(self, *, has: bool, give: Callable[[], bytes] | None) -> Verdict:
         """Report on the next step, and wait for the others. `give` makes a template for ranks that lack one; None: this does.
@@ -71,6 +72,8 @@ class StepAgreement:
             return Verdict(has, has, None)
         step, self._step = self._step, self._step + 1
         try:
+            if step == 0:
+                self._key += f"/{self._store.add(f'{self._key}/came/{self._topology.rank}', 1)}"
             verdict = self._report(step, has=has, lacks=give is None)
             lacking = verdict[0] == "1"
             template = self._template(step, give) if lacking else None

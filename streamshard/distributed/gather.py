@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch.distributed
@@ -10,21 +10,28 @@ import torch.distributed
 from streamshard.errors import UsageError
 from streamshard.state import State, merge_states
 
+RAGGED = {"ragged"}  # allowed when states are merged; everything else when one is loaded
+
 
 class Stateful(Protocol):
     """A loader or a dataset."""
 
     def state_dict(self) -> State: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None: ...
 
 
-def gather_state(state: State, group: Any = None) -> State:
+def load_allowing(holder: Stateful, state: State, allow: Collection[str]) -> None:
+    """Load a full state; what was to be allowed when it was merged is not the holder's business."""
+    holder.load_state_dict(state, set(allow) - RAGGED)
+
+
+def gather_state(state: State, group: Any = None, allow: Collection[str] = ()) -> State:
     """The full state made of what each rank of the process group passes; resumes on any number of ranks.
 
     For trainers that write one file for all ranks. A collective: every rank of `group` (default: the whole job) has to call it,
     at the same step. Without a process group, or with one rank, it returns `state`. Costs a few KB a rank over the network.
 
-    Raises `StateError` on every rank if the states do not belong together.
+    allow: as for `merge_states`. Raises `StateError` on every rank if the states do not belong together.
     """
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     size = torch.distributed.get_world_size(group) if together else 1
@@ -38,24 +45,25 @@ def gather_state(state: State, group: Any = None) -> State:
         return state
     states: list[Any] = [None] * size
     torch.distributed.all_gather_object(states, state, group)
-    return merge_states(states)
+    return merge_states(states, allow)
 
 
 class GatheredState:
     """A loader as seen by a trainer that writes one file for all ranks: its state is that of all of them.
 
     For ``accelerator.register_for_checkpointing(GatheredState(loader))`` and the like. `state_dict` is a collective, see
-    `gather_state`: the trainer has to ask for it on every rank.
+    `gather_state`: the trainer has to ask for it on every rank. allow: as for `merge_states` and `load_state_dict`.
     """
 
-    def __init__(self, loader: Stateful, group: Any = None) -> None:
+    def __init__(self, loader: Stateful, group: Any = None, allow: Collection[str] = ()) -> None:
         self._loader = loader
+        self._allow = set(allow)
         self._group = group
 
     def state_dict(self) -> State:
         """The full state."""
-        return gather_state(self._loader.state_dict(), self._group)
+        return gather_state(self._loader.state_dict(), self._group, self._allow & RAGGED)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a full state, on any number of ranks."""
-        self._loader.load_state_dict(state)
+        load_allowing(self._loader, dict(state), self._allow)

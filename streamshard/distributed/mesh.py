@@ -13,7 +13,7 @@ from streamshard.errors import UsageError
 
 # Names that torchtitan, Lightning, accelerate, DeepSpeed and Megatron give to dimensions. Others, such as "ep", say nothing
 # about data: expert-parallel peers read different samples in most programs.
-DATA = {"dp", "dp_replicate", "dp_shard", "ddp", "fsdp", "hsdp", "data", "data_parallel", "replicate", "shard"}
+DATA = {"dp", "ddp", "fsdp", "hsdp", "data", "data_parallel", "replicate", "shard"}  # and what begins with "dp_"
 MODEL = {
     "tp", "pp", "cp", "sp", "mp", "model", "tensor", "pipeline", "context", "sequence",
     "tensor_parallel", "pipeline_parallel", "context_parallel", "sequence_parallel", "model_parallel",
@@ -21,7 +21,8 @@ MODEL = {
 
 
 def place_in(mesh: DeviceMesh, dims: Sequence[str]) -> tuple[int, int, int]:
-    """(rank, size, peers) of this process: its place along `dims`, how many there are, and how many processes share it.
+    """(rank, size, peers) of this process: its place along `dims`, how many there are, and how many processes share it (0: not
+    known, since the mesh is a slice of another).
 
     Places are counted in the mesh's own order of dimensions, the last one fastest, in whatever order `dims` names them.
     """
@@ -39,7 +40,7 @@ def place_in(mesh: DeviceMesh, dims: Sequence[str]) -> tuple[int, int, int]:
         if name in chosen:
             rank = rank * extent + at
     size = prod(extent for extent, name in zip(mesh.shape, names, strict=True) if name in chosen)
-    return rank, size, mesh.size() // size
+    return rank, size, mesh.size() // size if mesh.size() == torch.distributed.get_world_size() else 0
 
 
 def _names(mesh: object) -> tuple[str, ...]:
@@ -57,26 +58,35 @@ def _names(mesh: object) -> tuple[str, ...]:
 
 
 def _chosen(names: tuple[str, ...], dims: tuple[str, ...]) -> tuple[str, ...]:
-    """`dims`, with "dp" standing for its two parts where hybrid sharding has split it."""
+    """`dims`, with "dp" standing for its parts where it has been split: dp_replicate, dp_shard, dp_shard_mod_ep ..."""
     found: list[str] = []
     for dim in dims:
-        parts = [name for name in ("dp_replicate", "dp_shard") if name in names]
+        parts = [name for name in names if name.startswith("dp_")]
         found += parts if dim == "dp" and dim not in names and parts else [dim]
     return tuple(dict.fromkeys(found))
 
 
+def _of_data(name: str) -> bool:
+    return name in DATA or name.startswith("dp_")
+
+
+def _of_model(name: str) -> bool:
+    """Whether some processes along `name` must read the same; flattened ones, such as dp_shard_cp, have several."""
+    return name in MODEL or (name.startswith("dp_") and bool(MODEL & set(name.split("_"))))
+
+
 def _check_names(names: tuple[str, ...], chosen: tuple[str, ...], mesh: DeviceMesh) -> None:
-    data = tuple(name for name in names if name in DATA)
+    data = tuple(name for name in names if _of_data(name) and not _of_model(name))
     for dim in chosen:
         if dim not in names:
             raise UsageError(
                 f"the mesh {_shape(mesh)} has no dimension {dim!r}: pass dims={data or ('...',)!r} with the names of its "
                 f"data-parallel dimensions, or dims=() if there is none"
             )
-        if dim in MODEL:
+        if _of_model(dim):
             raise UsageError(
                 f"dims={chosen!r}: processes along {dim!r} work on the same samples and must not read different ones; pass "
-                f"dims={data!r}"
+                f"dims={data!r}, of the mesh before it was flattened"
             )
     for dim, extent in zip(names, mesh.shape, strict=True):
         if dim in data and dim not in chosen and extent > 1:
@@ -89,13 +99,13 @@ def _check_names(names: tuple[str, ...], chosen: tuple[str, ...], mesh: DeviceMe
 def model_parallel_mesh() -> str | None:
     """A mesh of this process in which some processes must read the same samples; None if there is none.
 
-    torch keeps no list of meshes, so the collector is asked who refers to their class: 50 ms in a large program, once for each
-    iteration that begins without a topology.
+    torch keeps no list of meshes, so the collector is asked who refers to their class: 50 ms in a large program, a few times
+    for each iteration that begins without a topology on several ranks.
     """
     for mesh in gc.get_referrers(DeviceMesh):
         if isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names is not None:
             extents = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-            if any(name in MODEL and extent > 1 for name, extent in extents.items()):
+            if any(_of_model(name) and extent > 1 for name, extent in extents.items()):
                 return _shape(mesh)
     return None
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed
 
 from streamshard.errors import DataError, UsageError
-from streamshard.staging.tree import Path, dotted, map_leaves
 
-Digests = dict[str, str]  # dotted path of a leaf -> 16 hexadecimal digits
+Digests = dict[str, str]  # dotted names of a field -> 16 hexadecimal digits
+
+_SCALARS = {str, int, float, bool, type(None)}
 
 CURE = (
     "TP, PP and CP peers need the same batches: the functions of the steps must give the same for the same sample (no unseeded "
@@ -57,23 +58,32 @@ def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | 
 
 
 def digests(batch: Any) -> Digests:
-    """A digest of each leaf of a batch, with its dtype and shape in it. Objects of unknown classes count by class only."""
-    found: Digests = {}
+    """A digest of each field of a batch, with dtypes and shapes in it. Objects of unknown classes count by class only.
 
-    def note(path: Path, leaf: Any) -> None:
-        digest = hashlib.blake2b(digest_size=8)
-        for part in _parts(leaf):
+    A field is told by the names that lead to it: those of all samples of a list are one, so that there are few.
+    """
+    found: dict[str, Any] = {}
+    _add(batch, (), found)
+    return {name: digest.hexdigest() for name, digest in found.items()}
+
+
+def _add(value: Any, names: tuple[str, ...], found: dict[str, Any]) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _add(inner, (*names, str(key)), found)
+    elif isinstance(value, list | tuple) and not set(map(type, value)) <= _SCALARS:
+        for inner in value:
+            _add(inner, names, found)
+    else:
+        digest = found.setdefault(".".join(names) or "the batch", hashlib.blake2b(digest_size=8))
+        for part in _parts(value):
             digest.update(part)
-        found[dotted(path) or "the batch"] = digest.hexdigest()
-
-    map_leaves(batch, note)
-    return found
 
 
 def _parts(leaf: Any) -> list[Any]:
     if isinstance(leaf, torch.Tensor) and leaf.layout == torch.jagged:
         return [b"jagged", *_parts(leaf.values()), *_parts(leaf.offsets())]  # type: ignore[attr-defined]  # torch knows it
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
         plain = leaf.detach().cpu().contiguous()
         flat = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
         return [f"{leaf.dtype} {tuple(leaf.shape)}".encode(), flat]
@@ -81,7 +91,7 @@ def _parts(leaf: Any) -> list[Any]:
         return [f"{leaf.dtype} {leaf.shape}".encode(), np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)]
     if isinstance(leaf, bytes):
         return [b"bytes", leaf]
-    if isinstance(leaf, str | int | float | bool | None):
+    if type(leaf) in _SCALARS or isinstance(leaf, list | tuple):
         return [f"{type(leaf).__name__} {leaf!r}".encode()]
     return [type(leaf).__qualname__.encode()]
 

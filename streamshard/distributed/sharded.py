@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from streamshard.distributed.gather import Stateful
+from streamshard.distributed.gather import RAGGED, Stateful, load_allowing
 from streamshard.errors import StateError, UsageError
 from streamshard.state import FORMAT, PartitionState, Snapshot, State, decode_state, merge_states
 
@@ -34,11 +34,14 @@ class ShardedState:
     one that is being read holds is only a part. `StreamDataset` needs ``partitions=``, which is what the ranks of the next run
     will ask for.
 
+    allow: as for `StreamDataset.load_state_dict` and `merge_states`.
+
     `load_state_dict` raises `StateError` for a folder in which two saves are mixed, or partitions are missing.
     """
 
-    def __init__(self, loader: Stateful) -> None:
+    def __init__(self, loader: Stateful, allow: Collection[str] = ()) -> None:
         self._loader = loader
+        self._allow = set(allow)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank holds, by partition. A few µs for each; no collective."""
@@ -46,7 +49,7 @@ class ShardedState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what DCP has put together."""
-        self._loader.load_state_dict(put_together(state))
+        load_allowing(self._loader, put_together(state, self._allow & RAGGED), self._allow)
 
 
 def take_apart(state: State) -> dict[str, Any]:
@@ -67,7 +70,8 @@ def take_apart(state: State) -> dict[str, Any]:
         "run": _digest(state["fingerprint"]),
     }
     blobs = {int(key.partition(",")[0]): (key, blob) for key, blob in snapshot.contents.items()}
-    held = snapshot.partitions or dict.fromkeys(range(total))
+    begun = snapshot.partitions or snapshot.scope != "full"  # a rank may own none
+    held = snapshot.partitions if begun else dict.fromkeys(range(total))
     entries = {}
     for p, part in held.items():
         key, blob = blobs.get(p, ("", b""))
@@ -76,7 +80,7 @@ def take_apart(state: State) -> dict[str, Any]:
     return {"format": FORMAT, "fingerprint": state["fingerprint"], "partitions": entries}
 
 
-def put_together(sharded: Mapping[str, Any]) -> State:
+def put_together(sharded: Mapping[str, Any], allow: Collection[str] = ()) -> State:
     """The full state out of all partitions of `take_apart`, whoever held them."""
     fingerprint, entries = sharded["fingerprint"], sharded["partitions"]
     total = json.loads(fingerprint).get("partitions")
@@ -106,7 +110,7 @@ def put_together(sharded: Mapping[str, Any]) -> State:
             f"the partitions of {next(s for s in scopes if scopes.count(s) > 1)} are from different moments: two saves are "
             f"mixed in this folder. Load an earlier checkpoint, and save each into a folder of its own"
         )
-    return merge_states([snapshot.encode() for snapshot in held.values()])
+    return merge_states([snapshot.encode() for snapshot in held.values()], allow)
 
 
 def _empty(fingerprint: str, holder: Mapping[str, Any]) -> Snapshot:

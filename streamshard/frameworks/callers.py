@@ -50,9 +50,12 @@ def _lightning(*names: str) -> tuple[str, ...]:
 
 
 def refuse_bare_dcp(name: str) -> None:
-    """Raise if torch.distributed.checkpoint itself asks for a state: it keeps one of what all ranks have under the same key."""
+    """Raise if torch.distributed.checkpoint asks for a state, itself or through an object of the user's: of what all ranks have
+    under the same key it keeps one. `ShardedState` and StatefulDataLoader may ask, and what is far away.
+    """
     modules = tuple(f"torch.distributed.checkpoint.state_dict_{verb}" for verb in ("saver", "loader"))
-    if nearest(*modules, depth=3) is not None:
+    others = "streamshard.distributed.sharded", "torchdata.stateful_dataloader.stateful_dataloader"
+    if modules[0] in sys.modules and nearest(*modules, *others, depth=6) in modules:
         raise UsageError(
             f"torch.distributed.checkpoint would take the state of this {name} apart, and mix those of the ranks: pass "
             f"ShardedState({'dataset' if name.endswith('Dataset') else 'loader'}), from streamshard, to dcp.save and dcp.load"

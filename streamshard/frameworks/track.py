@@ -85,6 +85,7 @@ class TrackedLoader(PositionedLoader):
         self._warn_if_left_in_the_middle()
         self._stop()
         shares = self.dataset.shares(self._workers)
+        self.dataset.compare_settings(shares[0])
         position = self._new_position(shares)
         batches = self._batches = iter(self._loader)
         if self._workers:  # they have their copies of a loaded state, and only they know where they are

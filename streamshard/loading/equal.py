@@ -11,7 +11,6 @@ in padded rows, and every batch has a field ``padding``, true for these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from streamshard.errors import DataError
 from streamshard.iteration import Mark
 from streamshard.loading.formed import Formed, Source
+from streamshard.loading.wire import pack, unpack
 from streamshard.staging.tree import map_leaves
 
 PADDING, LOSS_MASK, LABELS = "padding", "loss_mask", "labels"
@@ -100,7 +100,7 @@ class EqualSource:
             if not verdict.someone:
                 break
             if verdict.template is not None:
-                self._template, self._has_template = ForkingPickler.loads(verdict.template), True
+                self._template, self._has_template = unpack(verdict.template), True
             if formed.last:
                 yield self._all_padding()
                 continue
@@ -113,7 +113,7 @@ class EqualSource:
         self._has_template = True
 
     def _give(self) -> bytes:
-        return bytes(ForkingPickler.dumps(self._template))
+        return pack(self._template)
 
     def _filled(self, formed: Formed) -> Formed:
         if self._size is None:

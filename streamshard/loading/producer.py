@@ -106,6 +106,7 @@ class Producer:
                     break
         except BaseException as error:  # noqa: BLE001  (the training loop's thread raises it)
             failure = error
+            self._handover.end(failure)  # first of all: closing may have to wait for others, who wait for the loop
         try:
             self._source.close()
         except Exception as error:  # noqa: BLE001  (the taker must hear of an end, whatever happens)

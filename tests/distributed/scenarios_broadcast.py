@@ -7,16 +7,44 @@ import itertools
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import streamshard as ss
-from streamshard.errors import WorkerError
+from streamshard.errors import UsageError, WorkerError
 from tests.distributed.launch import refusal
 
 PAD = functools.partial(ss.collate, ragged="pad")
+
+
+class Fragile:
+    """Cannot be received."""
+
+    def __reduce__(self):
+        return broken, ()
+
+
+def broken():
+    raise ValueError("it does not arrive")
+
+
+@dataclass
+class Row:
+    """Neither a map nor a list: torch's tensors in it travel inside."""
+
+    ids: torch.Tensor
+
+
+def fragile(items):
+    return Fragile()
+
+
+def of_class(items):
+    return Row(torch.tensor([item["id"] for item in items]))
 
 
 def only_id(sample):
@@ -63,6 +91,21 @@ def shared(url, without_shards, folder):
     resumed.close()
     failing = loader(ss.Map(fails_at_100))
     failure = refusal(lambda: list(failing), WorkerError, ss.DataError, ValueError)
+    with loader(collate=of_class) as classes:
+        objects = [batch.ids.tolist() for batch in classes]
+    with loader(collate=fragile) as lost:
+        arrived = refusal(lambda: next(iter(lost)), ValueError)
+    with loader() as early:
+        batches = iter(early)
+        next(batches)
+        if reads:
+            batches.close()
+        leaves = "" if reads else refusal(lambda: list(batches), WorkerError)
+    other = ss.StreamDataset(url, partitions=48, topology=topology, verify_ranks=False)
+    wrong = ss.broadcast_batches(ss.StreamLoader(other, batch_size=7, collate=list), mesh.get_group("dp"))
+    not_peers = refusal(lambda: next(iter(wrong)), UsageError)
+    dist.barrier()
+    wrong.close()
     alone = ss.StreamLoader(dataset(), batch_size=7, collate=list) if reads else []
     return {
         "alone": [ids(batch) for batch in alone],
@@ -75,6 +118,10 @@ def shared(url, without_shards, folder):
         "whole": whole,
         "rest": rest,
         "failure": failure,
+        "objects": objects,
+        "arrived": arrived,
+        "leaves": leaves,
+        "not peers": not_peers,
     }
 
 
@@ -86,7 +133,7 @@ def killed(url, without_shards, folder):
     """The reader dies while its peer waits for a batch; the peer's message goes to a file."""
     rank = dist.get_rank()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when it sees that the reader is gone
-    dataset = ss.StreamDataset(url, repeat=True, partitions=4, topology=ss.Topology(0, 1, peers=2))
+    dataset = ss.StreamDataset(url, repeat=True, partitions=4, topology=ss.Topology(0, 1, peers=dist.get_world_size()))
     loader = ss.broadcast_batches(ss.StreamLoader(dataset, batch_size=4, collate=list), dist.group.WORLD)
     batches = iter(loader)
     next(batches)
@@ -94,5 +141,5 @@ def killed(url, without_shards, folder):
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     message = refusal(lambda: [None for _ in batches], WorkerError)
-    (Path(folder) / "told").write_text(f"{time.monotonic() - began:.1f} {message}")
+    (Path(folder) / f"told-{rank}").write_text(f"{time.monotonic() - began:.1f} {message}")
     os._exit(1)

@@ -49,7 +49,10 @@ def meshes(url):
         gc.collect()
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     sliced = ss.Topology.from_mesh(mesh["dp"])
-    found["sliced"] = [sliced.rank, sliced.size]
+    found["sliced"] = [sliced.rank, sliced.size, ids(ss.StreamDataset(url, partitions=48, topology=sliced))]
+    split = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard_mod_ep", "tp"))
+    found["split"] = ss.Topology.from_mesh(split).rank
+    flat = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard_cp", "tp"))
     unnamed = init_device_mesh("cpu", (2, 4))
     part = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))  # of the first four ranks
     found["refused"] = {
@@ -57,6 +60,7 @@ def meshes(url):
         "no such": refusal(lambda: ss.Topology.from_mesh(mesh, ("data",)), UsageError),
         "model-parallel": refusal(lambda: ss.Topology.from_mesh(mesh, ("dp", "tp")), UsageError),
         "left out": refusal(lambda: ss.Topology.from_mesh(part, ("dp_shard",)), UsageError),
+        "flattened": refusal(lambda: ss.Topology.from_mesh(flat), UsageError),
         "no mesh": refusal(lambda: ss.Topology.from_mesh("dp"), UsageError),
         "outside": refusal(lambda: ss.Topology.from_mesh(part), UsageError),
     }

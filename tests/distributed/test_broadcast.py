@@ -29,7 +29,7 @@ def shared(places):
     return launch("scenarios_broadcast.shared", 4, folder / "answers", url, bare, str(folder))
 
 
-@pytest.mark.parametrize("name", ["lists", "tensors", "workers", "whole"])
+@pytest.mark.parametrize("name", ["lists", "tensors", "workers", "whole", "objects"])
 def test_peers_get_what_the_reader_would_have_read_alone(shared, name):
     for reader, peer in (shared[:2], shared[2:]):
         assert reader["alone"] == reader[name] == peer[name]
@@ -69,11 +69,26 @@ def test_peers_hear_what_the_reader_failed_with(shared):
 
 def test_peers_of_a_killed_reader_are_told_at_once(places, tmp_path):
     url, bare, _ = places
-    done = start("scenarios_broadcast.killed", 2, tmp_path, url, bare, str(tmp_path))
+    done = start("scenarios_broadcast.killed", 4, tmp_path, url, bare, str(tmp_path))
     assert done.returncode != 0
-    seconds, _, message = (tmp_path / "told").read_text().partition(" ")
-    assert float(seconds) < 10
-    assert message.startswith("global rank 0, which reads the batches of the group [0, 1], is gone")
+    for rank in (1, 2, 3):
+        seconds, _, message = (tmp_path / f"told-{rank}").read_text().partition(" ")
+        assert float(seconds) < 10
+        assert message.startswith("global rank 0, which reads the batches of the group [0, 1, 2, 3], is gone")
+
+
+def test_a_batch_that_does_not_arrive_is_the_peer_s_error_and_nobody_hangs(shared):
+    assert [found["arrived"] for found in shared] == ["", "it does not arrive"] * 2
+
+
+def test_a_reader_that_leaves_alone_is_no_end_of_an_epoch_to_its_peers(shared):
+    assert all("has left this iteration" in found["leaves"] for found in shared[1::2])
+
+
+def test_processes_that_are_no_peers_cannot_share_batches(shared):
+    for found in shared[2:]:  # shared[:2] are the first of their data-parallel groups, and read
+        assert "would read data-parallel rank 1 of 2, epoch 0" in found["not peers"]
+        assert "reads data-parallel rank 0 of 2" in found["not peers"]
 
 
 def test_batches_cannot_be_shared_without_a_process_group_or_without_reading_ahead(places):

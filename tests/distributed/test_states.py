@@ -68,6 +68,10 @@ def test_with_other_global_batch_sizes_nothing_is_repeated_or_skipped(lives):
     assert sorted(got) == sorted([*range(0, COUNT, 2)] * 2)
 
 
+def at_least_four(sample):
+    return sample["id"] >= 4
+
+
 def ranks_after(url, counts, total=4, **options):
     """States of pretended ranks, each after as many batches as `counts` says; and where `options` differ."""
     states = []
@@ -102,6 +106,37 @@ def test_states_of_another_number_of_ranks_or_of_a_missing_rank_are_refused(url)
         ss.merge_states([*four[:3], other[3]])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_that_own_no_partition_are_part_of_a_save(tmp_path):
+    """Four ranks resume with two partitions left: the two that own nothing save nothing, and say so."""
+    url = write_dataset(tmp_path / "ds", 8)
+    steps, options = (ss.Filter(at_least_four),), {"partitions": 4, "shuffle": False}
+    dataset = ss.StreamDataset(url, *steps, **options)
+    next(iter(dataset))  # of the third partition: the first two have nothing
+    state = dataset.state_dict()
+    states = []
+    for rank in range(4):
+        part = ss.StreamDataset(url, *steps, topology=ss.Topology(rank, 4), **options)
+        part.load_state_dict(state)
+        with ss.StreamLoader(part, batch_size=1, collate=list) as loader:
+            next(iter(loader), None)
+            states.append(loader.state_dict())
+    assert min(len(state["partitions"]) for state in states) == 0
+    merged = ss.merge_states(states)
+    fresh = ss.StreamDataset(url, *steps, **options)
+    saved_by_dcp(states, tmp_path / "dcp")
+    dcp.load({"data": ss.ShardedState(fresh)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert fresh.state_dict()["partitions"] == merged["partitions"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ragged_states_pass_through_dcp_when_that_is_allowed(url, tmp_path):
+    saved_by_dcp(ranks_after(url, [6, 6, 4, 6]), tmp_path / "dcp")
+    fresh = ss.StreamDataset(url, partitions=PARTS, repeat=True)
+    dcp.load({"data": ss.ShardedState(fresh, allow={"ragged"})}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert fresh.state_dict()["scope"] == "full"
+
+
 def saved_by_dcp(states, folder):
     """As four ranks save: their keys together, the one that several have from the first."""
     whole = {}
@@ -114,14 +149,15 @@ def saved_by_dcp(states, folder):
 class Holding:
     """A loader that stands somewhere."""
 
-    def __init__(self, state):
+    def __init__(self, state, inner=None):
         self.state = state
+        self.inner = inner
 
     def state_dict(self):
-        return self.state
+        return self.state if self.inner is None else {"data": self.inner.state_dict()}
 
-    def load_state_dict(self, state):
-        self.state = state
+    def load_state_dict(self, state, allow=()):
+        self.state, self.allowed = state, allow
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -156,6 +192,8 @@ def test_dcp_without_the_wrapper_is_refused_when_it_saves(url, tmp_path):
     for thing, words in ((dataset, r"ShardedState\(dataset\)"), (loader, r"ShardedState\(loader\)")):
         with pytest.raises(Exception, match=words):
             dcp.save({"data": thing}, checkpoint_id=tmp_path / "bare", no_dist=True)
+        with pytest.raises(Exception, match=words):
+            dcp.save({"app": Holding(None, thing)}, checkpoint_id=tmp_path / "bare", no_dist=True)
 
 
 def test_a_state_that_was_taken_apart_on_its_way_is_refused(url):
