@@ -55,6 +55,7 @@ from streamshard.steps.pipeline import (
 from streamshard.steps.step import Step, StepContext
 from streamshard.storage.open import CACHE_BYTES, open_store
 from streamshard.storage.policy import StoragePolicy
+from streamshard.whereabouts import Whereabouts
 
 _logger = logging.getLogger("streamshard")
 
@@ -609,6 +610,11 @@ class StreamDataset(IterableDataset[Any]):
             iteration.partitions(),
             iteration.contents(),
         ).encode()
+
+    def whereabouts(self, items: int, epoch: int) -> Whereabouts:
+        """For loaders: what is in which step of `items` items a rank, from the beginning of `epoch`."""
+        book = Book(replace(self._order, partitions=self._partitions or 1), self._timeline(self._history))
+        return Whereabouts(book, self._fingerprint(), ranks=self.ranks(), items=items, epoch=epoch)
 
     def encode_state(
         self,

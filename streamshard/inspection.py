@@ -11,18 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from streamshard.catalog import load_manifest
 from streamshard.errors import StateError
 from streamshard.iteration import Book
+from streamshard.lengths import emitted_length
 from streamshard.order.cursor import Ref, innermost
-from streamshard.order.partition import OrderSpec, PartitionOrder
 from streamshard.order.rotation import raggedness
 from streamshard.order.shuffle import ShuffleBuffer
-from streamshard.prefetch.access import ShardAccess
 from streamshard.state import PartitionState, Snapshot, State, decode_state
 from streamshard.storage.store import Store
+from streamshard.whereabouts import book_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class Inspected:
                     partition = order.partition(p)
                     emitted = k if number == epoch else partition.size
                     samples += emitted
-                    tokens += _tokens(partition, emitted, access) if counted else 0
+                    tokens += emitted_length(partition, emitted, access) if counted else 0
         return {"": Consumed(samples, tokens if counted else None)}
 
     def buffered(self) -> Iterator[tuple[int, list[Ref]]]:
@@ -116,45 +113,7 @@ class Inspected:
     def _book(self) -> Book:
         if self._store is None:
             raise StateError("samples, tokens and refs are known with the dataset only: pass its URL")
-        found = self.fingerprint
-        if "shuffle_buffer" not in found:
-            raise StateError(
-                "this is the state of a MapDataset's sampler, which has no shuffle buffers; leave the dataset out"
-            )
-        store = self._store
-        history = found.get("history") or [[0, found["dataset"]]]
-        timeline = [(int(first), ShardAccess(store, load_manifest(store, version))) for first, version in history]
-        spec = OrderSpec(
-            partitions=found["partitions"], seed=found["seed"], shuffle=found["shuffle"], interleave=found["interleave"],
-            run=found["run"], buffer=found["shuffle_buffer"], initial=found["initial"], repeat=found["repeat"],
-        )  # fmt: skip
-        return Book(spec, timeline)
-
-
-def _tokens(partition: PartitionOrder, emitted: int, access: ShardAccess) -> int:
-    """Sum of the lengths of the first `emitted` samples of a partition-epoch: all that was read, but for what is buffered."""
-    buffer = ShuffleBuffer(partition)
-    moment = min(emitted, buffer.drain_from)
-    total = 0
-    for stripe, done in enumerate(partition.progress(buffer.reads_before(moment))):
-        start = partition.stripe_starts[stripe]
-        for shard, first, last in partition.epoch.segments(start, start + done):
-            total += _length(access, shard, first, last)
-    reads = buffer.contents(emitted)
-    shards, rows = partition.refs(reads[reads >= 0])
-    for shard in np.unique(shards).tolist():
-        lengths = access.index(shard).lengths
-        assert lengths is not None
-        total -= int(lengths[rows[shards == shard]].sum(dtype=np.int64))
-    return total
-
-
-def _length(access: ShardAccess, shard: int, first: int, last: int) -> int:
-    if first == 0 and last == int(access.manifest.samples[shard]):
-        return int(access.manifest.lengths[shard])
-    lengths = access.index(shard).lengths
-    assert lengths is not None
-    return int(lengths[first:last].sum(dtype=np.int64))
+        return book_of(self.fingerprint, self._store)
 
 
 def first_difference(one: State, other: State) -> str | None:

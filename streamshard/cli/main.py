@@ -6,14 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from streamshard.cli import state
+from streamshard.cli import order, state
 from streamshard.errors import StreamshardError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for a difference that was asked for, 2 for what cannot be done."""
     parser = argparse.ArgumentParser(prog="streamshard", description="Look at datasets and at the states of runs.")
-    state.add_to(parser.add_subparsers(title="commands", required=True))
+    commands = parser.add_subparsers(title="commands", required=True)
+    for command in (order, state):
+        command.add_to(commands)
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args))

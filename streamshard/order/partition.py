@@ -14,6 +14,7 @@ emissions.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,6 +92,19 @@ class EpochOrder:
         """The reading order of partition `p`."""
         return PartitionOrder(self, p, self.partition_start(p), self.partition_size(p))
 
+    def turns_before(self, p: int) -> int:
+        """Slots of partition `p` in earlier epochs."""
+        return max(0, -((p - self._offset) // self.spec.partitions))
+
+    def partition_of(self, position: int) -> int:
+        """Which partition owns a position. Of several that begin there the last, the others being empty."""
+        return bisect_right(range(self.spec.partitions), position, key=self.partition_start) - 1
+
+    def position(self, shard: int, row: int) -> int:
+        """The inverse of `refs` for one sample."""
+        place = int(np.flatnonzero(self.shard_sequence == shard)[0])
+        return int(self._ends[place]) - int(self.samples[shard]) + row
+
     def refs(self, positions: Ints) -> tuple[Ints, Ints]:
         """(shard numbers, rows) of global `positions`; same shape as the input."""
         place = np.searchsorted(self._ends, positions, side="right")
@@ -148,6 +162,16 @@ class PartitionOrder:
     def refs(self, reads: Ints) -> tuple[Ints, Ints]:
         """(shard numbers, rows) of read numbers."""
         return self.epoch.refs(self.positions(reads))
+
+    def read(self, position: int) -> int:
+        """The inverse of `positions` for one read."""
+        stripe = max(i for i, start in enumerate(self.stripe_starts) if start <= position and self.stripe_sizes[i])
+        offset, run = position - self.stripe_starts[stripe], self.epoch.spec.run
+        whole = self._cycles * run
+        if offset < whole:
+            cycle, step = divmod(offset, run)
+            return cycle * self._cycle + stripe * run + step
+        return self._cycles * self._cycle + sum(size - whole for size in self.stripe_sizes[:stripe]) + offset - whole
 
     def progress(self, read: int) -> list[int]:
         """How many rows of each stripe come before `read`."""

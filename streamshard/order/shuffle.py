@@ -82,6 +82,30 @@ class ShuffleBuffer:
         held[self.drain_order()[: k - moment]] = -1
         return held
 
+    def emission(self, read: int) -> int:
+        """Which emission hands out `read`: the inverse of `emissions`.
+
+        A read has a slot from the emission that brings it on, until that slot is drawn again: windows of draws are searched for
+        it, about B of them.
+        """
+        slot, k = read, 0
+        if read >= self.size(0):
+            growing = 2 * (self.slots - self.initial)  # reads that come in pairs, the second of each into a new slot
+            if read < self.initial + growing:
+                brought, added = divmod(read - self.initial, 2)
+            else:
+                brought, added = read - self.slots, 0
+            slot = self.size(brought) if added else int(self.draws(brought, brought + 1)[0])
+            k = brought + 1
+        window = max(256, 2 * self.slots)
+        while k < self.drain_from:
+            stop = min(k + window, self.drain_from)
+            found = np.flatnonzero(self.draws(k, stop) == slot)
+            if len(found):
+                return k + int(found[0])
+            k, window = stop, 2 * window
+        return self.drain_from + int(np.flatnonzero(self.drain_order() == slot)[0])
+
     def emissions(self, start: int, stop: int) -> Ints:
         """The reads that emissions [start, stop) hand out."""
         held = self.contents(start).tolist()

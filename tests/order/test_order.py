@@ -57,6 +57,44 @@ def test_every_ref_comes_exactly_once_an_epoch(world):
     assert refs == [(shard, row) for shard, count in enumerate(world["samples"]) for row in range(count)]
 
 
+def partitions_of(world):
+    spec = OrderSpec(
+        partitions=world["parts"], seed=world["seed"], shuffle=world["shuffle"], repeat=world["repeat"], run=world["run"],
+        interleave=world["interleave"] if world["shuffle"] else 1, buffer=world["buffer"] if world["shuffle"] else 1,
+    )  # fmt: skip
+    samples = np.array(world["samples"], dtype=np.int64)
+    epoch = EpochOrder(spec, samples, world["epoch"], world["epoch"] * int(samples.sum()))
+    return epoch, [epoch.partition(p) for p in range(world["parts"])]
+
+
+@given(worlds)
+@settings(max_examples=200, deadline=None)
+def test_a_sample_s_place_is_found_from_its_shard_and_row(world):
+    """Ref to position to partition to read to emission, each step the inverse of the way out."""
+    epoch, parts = partitions_of(world)
+    for part in parts:
+        emitted = ShuffleBuffer(part).emissions(0, part.size)
+        positions = part.positions(emitted)
+        shards, rows = epoch.refs(positions)
+        for k, (position, shard, row) in enumerate(
+            zip(positions.tolist(), shards.tolist(), rows.tolist(), strict=True)
+        ):
+            assert epoch.position(shard, row) == position
+            assert epoch.partition_of(position) == part.p
+            assert part.read(position) == emitted[k]
+            assert ShuffleBuffer(part).emission(int(emitted[k])) == k
+
+
+@given(worlds)
+@settings(max_examples=50, deadline=None)
+def test_the_turns_of_earlier_epochs_are_their_sizes(world):
+    earlier = [partitions_of({**world, "epoch": epoch})[0] for epoch in range(world["epoch"])]
+    epoch, parts = partitions_of(world)
+    for part in parts:
+        expected = sum(one.partition_size(part.p) for one in earlier) if world["repeat"] else 0
+        assert epoch.turns_before(part.p) == expected
+
+
 @given(worlds, st.data())
 @settings(max_examples=100, deadline=None)
 def test_the_buffers_contents_at_any_moment_are_what_a_held_buffer_has(world, data):
