@@ -34,7 +34,9 @@ print(json.dumps({"ready": ready, "each": each, "held": len(held), "bytes": peak
 
 
 def measured(ranks: int) -> dict:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(ranks)], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(ranks)], capture_output=True, text=True, check=True, timeout=120
+    )
     return json.loads(done.stdout)
 
 
