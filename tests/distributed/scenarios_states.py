@@ -110,3 +110,23 @@ def resume(loader, folder, way):
         loader.load_state_dict(torch.load(folder / "gathered.pt", weights_only=True))
     else:
         loader.load_state_dict(of_files(folder))
+
+
+def third(sample):
+    return sample["id"] % 3 == 0
+
+
+def cursors(url, folder):
+    """The partition that this rank holds, as it was saved, and all four as they came back."""
+    warnings.filterwarnings("ignore")
+
+    def holder():
+        topology = ss.Topology(dist.get_rank(), 4)
+        return ss.StreamDataset(url, ss.Filter(third), partitions=4, repeat=True, topology=topology)
+
+    saved, loaded = holder(), holder()
+    for _ in itertools.islice(iter(saved), 5):
+        pass
+    dcp.save({"data": ss.ShardedState(saved)}, checkpoint_id=Path(folder) / "dcp")
+    dcp.load({"data": ss.ShardedState(loaded)}, checkpoint_id=Path(folder) / "dcp")
+    return [saved.state_dict()["partitions"], loaded.state_dict()["partitions"]]
