@@ -26,6 +26,7 @@ from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
 from streamshard.frameworks.callers import refuse_bare_dcp, refuse_one_file_for_all, shards_again, trainer_trains
 from streamshard.iteration import Book, Iteration, Mark, Share, dropped
+from streamshard.jump import start_of, state_after
 from streamshard.observe.events import Hook, StorageCounters
 from streamshard.order.cursor import innermost
 from streamshard.order.partition import ALGORITHM, OrderSpec
@@ -611,6 +612,32 @@ class StreamDataset(IterableDataset[Any]):
             iteration.contents(),
         ).encode()
 
+    def skip(self, steps: int, *, batch_size: int = 1) -> None:
+        """Go on so many steps later, as if they had been taken: past a loss spike, say. Nothing of them is read.
+
+        A step is `batch_size` items of each rank: pass it where neither a loader of ours nor a `Batch` step forms the batches.
+        All ranks have to call it, at the same step. Needs steps that give an item for a sample, or for a `Batch` of them;
+        raises `UsageError` for others and beyond the end of a finite epoch, `StateError` for a ragged state.
+        """
+        self.load_state_dict(self.after(self.state_dict(), steps, batch_size))
+
+    def seek(self, tokens: int, *, batch_size: int = 1) -> None:
+        """Go on at the first step before which all ranks together have consumed at least `tokens`: with ``repeat=True`` since
+        the run began, else in this epoch. Reads indexes, no samples. Needs a dataset with a ``length_field``; else as `skip`.
+        """
+        self.load_state_dict(self.at_tokens(self.state_dict(), tokens, batch_size))
+
+    def after(self, state: State, steps: int, items: int) -> State:
+        """For loaders: the full state so many steps of `items` items a rank after `state`."""
+        _check_whole(steps=steps)
+        return state_after(state, steps, self.whereabouts(items, int(state["epoch"])), self.steps)
+
+    def at_tokens(self, state: State, tokens: int, items: int) -> State:
+        """For loaders: the full state at `tokens` of the run, or epoch, of `state`."""
+        _check_whole(tokens=tokens)
+        start = start_of(state)
+        return self.after(start, self.whereabouts(items, int(start["epoch"])).step_at(tokens), items)
+
     def whereabouts(self, items: int, epoch: int) -> Whereabouts:
         """For loaders: what is in which step of `items` items a rank, from the beginning of `epoch`."""
         book = Book(replace(self._order, partitions=self._partitions or 1), self._timeline(self._history))
@@ -731,6 +758,12 @@ def _contents(share: Share) -> dict[int, dict[tuple[int, int], Any]]:
 def _loader_round(worker: Any) -> int:
     """A number that the workers of one pass of a DataLoader share: torch draws a base seed for each."""
     return int(worker.seed) - int(worker.id) or 1
+
+
+def _check_whole(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UsageError(f"{name}={value!r} must be an int >= 0")
 
 
 def _check_counts(*, optional: bool = False, **counts: int | None) -> None:

@@ -18,7 +18,6 @@ from streamshard.dataset import StreamDataset
 from streamshard.distributed.channel import Channel
 from streamshard.errors import UsageError, WorkerError
 from streamshard.iteration import Mark, Share
-from streamshard.jump import start_of, state_after
 from streamshard.loading.broadcast import ReceivedSource, SentSource
 from streamshard.loading.equal import EqualSource, Left
 from streamshard.loading.formed import Source
@@ -31,7 +30,6 @@ from streamshard.observe.events import LoaderCounters, StorageCounters
 from streamshard.staging.buffers import Buffers
 from streamshard.staging.device import check_device, open_device
 from streamshard.staging.stager import Slot
-from streamshard.state import State
 from streamshard.steps.tensors import Empty, fresh
 from streamshard.steps.tensors import collate as default_collate
 
@@ -240,27 +238,12 @@ class StreamLoader(PositionedLoader):
             run.close()
 
     def skip(self, steps: int) -> None:
-        """Go on `steps` batches later, as if they had been taken: past a loss spike, say. Nothing of them is read.
-
-        All ranks have to call it, at the same step. Needs steps that give an item for a sample, or for a `Batch` of them;
-        raises `UsageError` for others, and beyond the end of a finite epoch.
-        """
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            raise UsageError(f"skip(steps={steps!r}): it must be an int >= 0")
-        self._jump(self.state_dict(), steps)
+        """As `StreamDataset.skip`, in batches."""
+        self.load_state_dict(self.dataset.after(self.state_dict(), steps, self._batch_size or 1))
 
     def seek(self, tokens: int) -> None:
-        """Go on at the first step before which the whole job has consumed at least `tokens` (with ``repeat=True`` since the run
-        began, else in this epoch). Reads indexes, no samples. Needs a dataset with a ``length_field``; otherwise as `skip`.
-        """
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
-            raise UsageError(f"seek(tokens={tokens!r}): it must be an int >= 0")
-        start = start_of(self.state_dict())
-        self._jump(start, self.dataset.whereabouts(self._batch_size or 1, int(start["epoch"])).step_at(tokens))
-
-    def _jump(self, state: State, steps: int) -> None:
-        where = self.dataset.whereabouts(self._batch_size or 1, int(state["epoch"]))
-        self.load_state_dict(state_after(state, steps, where, self.dataset.steps))
+        """As `StreamDataset.seek`, to the beginning of a batch."""
+        self.load_state_dict(self.dataset.at_tokens(self.state_dict(), tokens, self._batch_size or 1))
 
     def close(self) -> None:
         """Stop reading ahead and let go of threads, processes and memory. The state stays; iterating again begins anew."""

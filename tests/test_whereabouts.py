@@ -123,6 +123,18 @@ def test_skipping_gives_the_batches_that_would_have_come_later(url, name, ranks)
                 assert [refs(batch) for batch in itertools.islice(found, 8)] == undisturbed[before + steps :][:8]
 
 
+def test_a_dataset_is_moved_too(url):
+    whole = [item["id"] for item in itertools.islice(iter(loader(url, size=1, repeat=True).dataset), 300)]
+    dataset = loader(url, size=1, repeat=True).dataset
+    next(iter(dataset))
+    dataset.skip(9)
+    assert [item["id"] for item in itertools.islice(iter(dataset), 5)] == whole[10:15]
+    dataset.skip(2, batch_size=100)
+    assert [item["id"] for item in itertools.islice(iter(dataset), 5)] == whole[215:220]
+    dataset.seek(0)
+    assert next(iter(dataset))["id"] == whole[0]
+
+
 def test_seeking_goes_to_the_step_of_so_many_tokens_forwards_and_back(url):
     with loader(url, size=4, repeat=True) as found:
         batches = list(itertools.islice(found, 100))
