@@ -53,7 +53,7 @@ class SentSource:
         self._source = source
         self._channel = channel
         self._segment = Segment(anonymous_file())
-        self._holds = self._ended = False
+        self._holds = self._ended = self._left = False
 
     def batches(self) -> Iterator[Formed]:
         self._holds = self._channel.lock.acquire()
@@ -65,8 +65,9 @@ class SentSource:
         except Exception as error:
             if not self._ended:
                 self._ended = True
+                said = b"" if self._left else f"{type(error).__name__}: {error}".encode()
                 with suppress(WorkerError):  # it may be the peers that are gone
-                    self._channel.send(_FAILED, f"{type(error).__name__}: {error}".encode(), _NOTHING)
+                    self._channel.send(_LEFT if self._left else _FAILED, said, _NOTHING)
             raise
 
     def _send(self, formed: Formed) -> None:
@@ -77,6 +78,7 @@ class SentSource:
         self._channel.send(_LAST if formed.last else _BATCH, head, self._segment.written())
 
     def interrupt(self) -> None:
+        self._left = True  # an error that comes of this is none
         self._source.interrupt()
 
     def close(self) -> None:
