@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import threading
 
 import pytest
 
 import streamshard as ss
-from streamshard.errors import UsageError
+from streamshard.errors import StorageError, UsageError
+from streamshard.loading import broadcast
+from streamshard.loading.formed import Formed
 from tests.conftest import write_dataset
 from tests.distributed.launch import launch, start
 
@@ -97,3 +100,44 @@ def test_batches_cannot_be_shared_without_a_process_group_or_without_reading_ahe
         ss.broadcast_batches(ss.StreamLoader(dataset, batch_size=2, collate=list), None)
     with pytest.raises(UsageError, match="prefetch=1 or more"):
         ss.broadcast_batches(ss.StreamLoader(dataset, batch_size=2, collate=list, prefetch=0), None)
+
+
+class Recorder:
+    """A channel that keeps the kinds of messages."""
+
+    def __init__(self):
+        self.ranks, self.sends, self.lock, self.kinds = [0, 1], True, threading.Lock(), []
+
+    def send(self, kind, head, body):
+        self.kinds.append(kind)
+
+
+class Waiting:
+    """A source that waits for its store after one batch, until it is interrupted."""
+
+    def __init__(self):
+        self.interrupted = False
+
+    def batches(self):
+        yield Formed([1], {})
+        raise StorageError("the iteration was closed" if self.interrupted else "the store is gone")
+
+    def interrupt(self):
+        self.interrupted = True
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("leaves", "last"), [(True, broadcast._LEFT), (False, broadcast._FAILED)])
+def test_a_reader_that_leaves_while_it_waits_for_the_store_has_not_failed(leaves, last):
+    channel, waiting = Recorder(), Waiting()
+    sent = broadcast.SentSource(waiting, channel, "here")
+    batches = sent.batches()
+    next(batches)
+    if leaves:
+        sent.interrupt()
+    with pytest.raises(StorageError):
+        next(batches)
+    sent.close()
+    assert channel.kinds == [broadcast._BEGIN, broadcast._BATCH, last]
