@@ -29,16 +29,19 @@ worlds = st.fixed_dictionaries(
 )
 
 
-def our_orders(world: dict) -> list[list[tuple[int, int]]]:
+def partitions_of(world: dict):
     spec = OrderSpec(
         partitions=world["parts"], seed=world["seed"], shuffle=world["shuffle"], repeat=world["repeat"], run=world["run"],
         interleave=world["interleave"] if world["shuffle"] else 1, buffer=world["buffer"] if world["shuffle"] else 1,
     )  # fmt: skip
     samples = np.array(world["samples"], dtype=np.int64)
     epoch = EpochOrder(spec, samples, world["epoch"], world["epoch"] * int(samples.sum()))
+    return epoch, [epoch.partition(p) for p in range(world["parts"])]
+
+
+def our_orders(world: dict) -> list[list[tuple[int, int]]]:
     orders = []
-    for p in range(world["parts"]):
-        part = epoch.partition(p)
+    for part in partitions_of(world)[1]:
         shards, rows = part.refs(ShuffleBuffer(part).emissions(0, part.size))
         orders.append(list(zip(shards.tolist(), rows.tolist(), strict=True)))
     return orders
@@ -55,16 +58,6 @@ def test_every_partition_emits_what_the_naive_model_emits(world):
 def test_every_ref_comes_exactly_once_an_epoch(world):
     refs = sorted(ref for order in our_orders(world) for ref in order)
     assert refs == [(shard, row) for shard, count in enumerate(world["samples"]) for row in range(count)]
-
-
-def partitions_of(world):
-    spec = OrderSpec(
-        partitions=world["parts"], seed=world["seed"], shuffle=world["shuffle"], repeat=world["repeat"], run=world["run"],
-        interleave=world["interleave"] if world["shuffle"] else 1, buffer=world["buffer"] if world["shuffle"] else 1,
-    )  # fmt: skip
-    samples = np.array(world["samples"], dtype=np.int64)
-    epoch = EpochOrder(spec, samples, world["epoch"], world["epoch"] * int(samples.sum()))
-    return epoch, [epoch.partition(p) for p in range(world["parts"])]
 
 
 @given(worlds)
