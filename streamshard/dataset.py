@@ -630,6 +630,8 @@ class StreamDataset(IterableDataset[Any]):
     def after(self, state: State, steps: int, items: int) -> State:
         """For loaders: the full state so many steps of `items` items a rank after `state`."""
         _check_whole(steps=steps)
+        if decode_state(state).at_end:  # what comes next is the next epoch
+            state = {**start_of(state), "epoch": int(state["epoch"]) + 1}
         return state_after(state, steps, self.whereabouts(items, int(state["epoch"])), self.steps)
 
     def at_tokens(self, state: State, tokens: int, items: int) -> State:
@@ -640,6 +642,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def whereabouts(self, items: int, epoch: int) -> Whereabouts:
         """For loaders: what is in which step of `items` items a rank, from the beginning of `epoch`."""
+        self.resolve_partitions(0)
         book = Book(replace(self._order, partitions=self._partitions or 1), self._timeline(self._history))
         return Whereabouts(book, self._fingerprint(), ranks=self.ranks(), items=items, epoch=epoch)
 

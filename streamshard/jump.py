@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from streamshard.errors import StateError
+from streamshard.order.cursor import innermost
 from streamshard.state import PartitionState, Snapshot, State, decode_state
 from streamshard.steps.pipeline import start_cursor
 from streamshard.steps.step import Step
@@ -18,12 +19,14 @@ def state_after(state: State, steps: int, where: Whereabouts, pipeline: Sequence
     Raises `StateError` for a state whose partitions are not at one place of the order, `UsageError` beyond an epoch's end.
     """
     snapshot = decode_state(state)
-    turns = {p: part.turn for p, part in snapshot.partitions.items()}
-    slot = sum(turns.values()) * (1 if snapshot.scope == "full" else where.ranks)
-    if any(turn != where.turns(slot)[p] for p, turn in turns.items()):
+    slot = _slot(snapshot, where.parts)
+    expected = where.turns(slot)
+    for p, part in snapshot.partitions.items():
+        if part.turn == expected[p] and where.agrees(p, part.turn, innermost(part.cursor)):
+            continue
         raise StateError(
-            "the partitions of this state are not at one place of the order (it is ragged, or some have ended): go on from a "
-            "state that all ranks have saved at the same step"
+            "the partitions of this state are not at one place of the order (it is ragged, some have ended, or steps were "
+            "changed in mid-run): go on from a state that all ranks have saved at the same step"
         )
     target = slot + where.slots(steps)
     parts = {
@@ -32,6 +35,13 @@ def state_after(state: State, steps: int, where: Whereabouts, pipeline: Sequence
     }
     batches = (snapshot.batches or 0) + steps
     return Snapshot("full", where.fingerprint, snapshot.epoch, parts, {}, batches).encode()
+
+
+def _slot(snapshot: Snapshot, parts: int) -> int:
+    """The next slot of all ranks: that of rank r is r further, since ranks divide the slots from where their run began."""
+    rank = 0 if snapshot.scope == "full" else int(snapshot.scope.removeprefix("rank ").partition("/")[0])
+    live = [part.turn * parts + p for p, part in snapshot.partitions.items() if not part.done]
+    return min(live) - rank if live else 0
 
 
 def start_of(state: State) -> State:

@@ -174,7 +174,7 @@ class StreamLoader(PositionedLoader):
         position = self._new_position(shares, self._accumulation)
         staging = self._staging()
         pool = staging.pool if staging is not None else None
-        source = self._source(shares, pool.next if pool is not None else no_buffers)
+        source = self._source(shares, pool)
         self.dataset.lend(shares[0])
         self._position = position
         pins = staging is None and bool(self._pin_memory)
@@ -209,13 +209,17 @@ class StreamLoader(PositionedLoader):
         self._end_run()
         self._channel = Channel(group)
 
-    def _source(self, shares: list[Share], buffers: NextBuffers) -> Source:
+    def _source(self, shares: list[Share], pool: BufferPool | None) -> Source:
+        buffers = pool.next if pool is not None else no_buffers
         agreement = None if self._remainder == "keep" else self.dataset.agreement()  # of all, also of those who receive
         if self._channel is not None and not self._channel.sends:
             return ReceivedSource(self._channel, buffers, self._empty, _place(shares))
         source = self._read_source(shares, buffers)
         if agreement is not None:
-            source = self._equal = EqualSource(source, agreement, self._batch_size, pad=self._remainder == "pad")
+            source = self._equal = EqualSource(
+                source, agreement, self._batch_size, pad=self._remainder == "pad",
+                give_back=None if pool is None else pool.give_back,
+            )  # fmt: skip
         return source if self._channel is None else SentSource(source, self._channel, _place(shares))
 
     def _read_source(self, shares: list[Share], buffers: NextBuffers) -> Source:

@@ -50,10 +50,17 @@ class Whereabouts:
                     f"what is in a step depends on the data: the pipeline has a {step['step']}, whose items are known only "
                     f"after reading. Iterate with provenance=True and look at each sample's '__ref__'"
                 )
+        _check_least(1, ranks=ranks, items=items)
+        if fingerprint["partitions"] is None:
+            raise UsageError(
+                "the number of partitions is not settled: pass partitions=, or a state from after the first step"
+            )
         self.parts: int = fingerprint["partitions"]
         if self.parts % ranks:
             raise UsageError(f"ranks={ranks} do not divide the {self.parts} partitions")
         sizes = fingerprint["batch"]
+        if len(sizes) > 1:
+            raise UsageError(f"a Batch of batches is not counted: the pipeline has Batch sizes {sizes}")
         self._samples = sizes[0] if sizes else 1  # of an item
         self._drop_last = any(step.get("drop_last") for step in fingerprint["steps"])
         self._book = book
@@ -63,6 +70,7 @@ class Whereabouts:
 
     def step(self, number: int, rank: int | None = None) -> Iterator[tuple[int, Ref]]:
         """(rank, ref) of the samples of a step, by slots, of one rank or of all. Nothing beyond the end of an epoch."""
+        _check_least(0, step=number)
         width = self.ranks * self._items
         for slot in range(number * width, (number + 1) * width):
             turn, p = divmod(slot, self.parts)
@@ -78,7 +86,7 @@ class Whereabouts:
         while start < stop:
             order, _ = self._order(number)
             part = order.partition(p)
-            k = start - order.turns_before(p)
+            k = start - self._before(p, number)
             count = min(stop - start, part.size - k)
             if count > 0:
                 shards, rows = part.refs(ShuffleBuffer(part).emissions(k, k + count))
@@ -96,11 +104,22 @@ class Whereabouts:
         return number
 
     def _end(self, p: int, number: int) -> int:
-        order, _ = self._order(number)
-        return order.turns_before(p) + order.partition_size(p)
+        return self._before(p, number) + self._order(number)[0].partition_size(p)
+
+    def _before(self, p: int, number: int) -> int:
+        """Samples of a partition's log before an epoch: the log begins with the run's first."""
+        return self._order(number)[0].turns_before(p) - self._order(self._first)[0].turns_before(p)
+
+    def agrees(self, p: int, turn: int, cursor: tuple[int, int]) -> bool:
+        """Whether `turn` items of partition `p` end at a cursor."""
+        reached = self._before(p, cursor[0]) + cursor[1]
+        short = not self._repeat and cursor[1] == self._order(cursor[0])[0].partition_size(p)
+        return reached == turn * self._samples or (short and reached < turn * self._samples)
 
     def find(self, shard: int, row: int, epoch: int) -> Place | None:
         """Where a sample comes in `epoch`; None if it is in a short batch that is dropped."""
+        if epoch < self._first:
+            raise UsageError(f"epoch {epoch} comes before the first of the run, {self._first}")
         order, access = self._order(epoch)
         counts = access.manifest.sample_counts
         if not 0 <= shard < len(counts) or not 0 <= row < int(counts[shard]):
@@ -110,7 +129,7 @@ class Whereabouts:
             raise UsageError(f"there is no sample {shard}:{row} in epoch {epoch}: the dataset has {held}")
         p = order.partition_of(position := order.position(shard, row))
         part = order.partition(p)
-        sample = order.turns_before(p) + ShuffleBuffer(part).emission(part.read(position))
+        sample = self._before(p, epoch) + ShuffleBuffer(part).emission(part.read(position))
         turn = sample // self._samples
         if not self._repeat and self._drop_last and (turn + 1) * self._samples > part.size:
             return None
@@ -160,7 +179,7 @@ class Whereabouts:
         for p, turn in enumerate(self.turns(slot)):
             number = self._epoch_of(p, turn * self._samples)
             order, _ = self._order(number)
-            emitted = turn * self._samples - order.turns_before(p)
+            emitted = turn * self._samples - self._before(p, number)
             if emitted >= order.partition_size(p) + self._samples:
                 raise UsageError(
                     f"epoch {number} ends before slot {slot}; go to another with set_epoch, or use repeat=True"
@@ -170,6 +189,12 @@ class Whereabouts:
 
     def _order(self, number: int) -> tuple[EpochOrder, ShardAccess]:
         return self._book.epoch(number)
+
+
+def _check_least(least: int, **numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < least:
+            raise UsageError(f"{name}={value} must be at least {least}")
 
 
 def book_of(fingerprint: dict[str, Any], store: Store) -> Book:

@@ -158,9 +158,78 @@ def test_a_skip_is_in_the_state_and_the_next_save_of_all_ranks_belongs_together(
         assert refs(next(iter(alone))) == taken(url, 13, size=6, repeat=True)[12]
 
 
+def test_skipping_after_the_number_of_ranks_has_changed_goes_on_from_where_all_are(url):
+    """One rank takes six items, which four ranks do not divide; then each of four takes two, skips two, and takes two."""
+    with loader(url, size=6, repeat=True) as one:
+        items = [ref for batch in itertools.islice(one, 5) for ref in refs(batch)]
+    with loader(url, size=6, repeat=True) as one:
+        next(iter(one))
+        state = one.state_dict()
+    got, states = [], []
+    for rank in range(4):
+        with loader(url, rank, 4, size=2, repeat=True) as found:
+            found.load_state_dict(state)
+            next(iter(found))
+            found.skip(1)
+            states.append(found.state_dict())
+            got += refs(next(iter(found)))
+    assert all(other == states[0] for other in states)
+    assert sorted(got) == sorted(items[6 + 8 + 8 : 6 + 8 + 8 + 8])
+
+
+def test_a_run_that_began_with_another_epoch_is_moved_within_its_own_order(url):
+    def begun():
+        found = loader(url, size=4, repeat=True)
+        found.set_epoch(3)
+        return found
+
+    with begun() as first:
+        undisturbed = [refs(batch) for batch in itertools.islice(first, 80)]
+        where = first.dataset.whereabouts(4, 3)
+    for step in (0, 7, 60):
+        assert [ref for _, ref in where.step(step)] == undisturbed[step]
+        with begun() as found:
+            found.skip(step)
+            assert refs(next(iter(found))) == undisturbed[step]
+
+
+def test_after_the_end_of_an_epoch_skipping_counts_in_the_next(url):
+    with loader(url, size=4) as found:
+        list(found)
+        second = [refs(batch) for batch in found]
+    with loader(url, size=4) as found:
+        list(found)
+        found.skip(2)
+        assert [refs(batch) for batch in found] == second[2:]
+
+
+def test_a_dataset_that_has_not_settled_its_partitions_settles_them(url):
+    dataset = ss.StreamDataset(url, seed=5)
+    whole = [item["id"] for item in ss.StreamDataset(url, seed=5)]
+    dataset.skip(3)
+    assert [item["id"] for item in dataset] == whole[3:]
+
+
+def test_a_state_from_before_a_change_of_batches_cannot_be_skipped_from(url):
+    case = {"repeat": True, "partitions": PARTS}
+    before = ss.StreamDataset(url, ss.Batch(2, ragged="list"), **case)
+    for _ in itertools.islice(iter(before), PARTS):
+        pass
+    after = ss.StreamDataset(url, ss.Batch(6, ragged="list"), **case)
+    after.load_state_dict(before.state_dict(), allow={"batch"})
+    with pytest.raises(StateError, match="steps were changed in mid-run"):
+        after.skip(0)
+
+
 @pytest.mark.parametrize(
     ("act", "error", "words"),
     [
+        (
+            lambda url: loader(url, steps=(ss.Batch(2, ragged="list"), ss.Batch(3, collate_fn=list))).skip(1),
+            UsageError,
+            "a Batch of batches",
+        ),
+        (lambda url: loader(url).dataset.seek(10, batch_size=0), UsageError, "items=0 must be at least 1"),
         (lambda url: loader(url, size=2, steps=(ss.Filter(even),)).skip(3), UsageError, "the pipeline has a Filter"),
         (lambda url: loader(url, size=2).skip(-1), UsageError, "must be an int >= 0"),
         (lambda url: loader(url, size=2).seek(1.5), UsageError, "must be an int >= 0"),
@@ -230,7 +299,8 @@ def test_the_command_says_what_is_in_a_step_and_where_a_sample_is(url, tmp_path,
     ("arguments", "words"),
     [(["--step", "0", "--ranks", "3"], "ranks=3 do not divide"), (["--step", "0", "--rank", "4"], "there are ranks 0 to 0"),
      (["--find", "a:b"], "pass the numbers of shard and row"), (["--find", "99:0"], "the dataset has shards 0 to 5"),
-     (["--find", "0:99"], "the dataset has rows 0 to 39")],
+     (["--find", "0:99"], "the dataset has rows 0 to 39"), (["--step", "-1"], "step=-1 must be at least 0"),
+     (["--step", "0", "--ranks", "0"], "ranks=0 must be at least 1")],
 )  # fmt: skip
 def test_the_command_names_what_it_cannot_answer(url, capsys, arguments, words):
     assert main(["order", url, *arguments]) == 2

@@ -43,8 +43,9 @@ def add_to(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     store = open_store(args.url, args.storage_options)
     manifest = load_manifest(store)
-    fingerprint = _of_state(args.state) if args.state else _of_flags(args, manifest.version)
-    first = 0 if fingerprint["repeat"] else args.epoch
+    fingerprint, first = _of_state(args.state) if args.state else (_of_flags(args, manifest.version), 0)
+    if not fingerprint["repeat"]:
+        first = args.epoch
     book = book_of(fingerprint, store)
     where = Whereabouts(book, fingerprint, ranks=args.ranks, items=args.batch_size, epoch=first)
     if args.rank is not None and not 0 <= args.rank < args.ranks:
@@ -72,9 +73,10 @@ def _found(where: Whereabouts, text: str, epoch: int) -> str:
     )
 
 
-def _of_state(file: str) -> dict[str, Any]:
-    found = read_states(file)
-    return dict(json.loads(found[0][1]["fingerprint"]))
+def _of_state(file: str) -> tuple[dict[str, Any], int]:
+    """The settings of a run, and the epoch with which it began if it repeats."""
+    _, state = read_states(file)[0]
+    return dict(json.loads(state["fingerprint"])), int(state["epoch"])
 
 
 def _of_flags(args: argparse.Namespace, version: str) -> dict[str, Any]:

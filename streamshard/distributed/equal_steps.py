@@ -61,7 +61,8 @@ class StepAgreement:
         self._store: Any = store()
         life = nonce()
         _begun[life, name] += 1
-        self._key = f"streamshard/steps/{life}/{_begun[life, name]}/{name}"
+        self._all = f"streamshard/steps/{life}/{_begun[life, name]}/{name}"
+        self._key = ""  # of those who agree with one another
 
     def ask(self, *, has: bool, give: Callable[[], bytes] | None) -> Verdict:
         """Report on the next step, and wait for the others. `give` makes a template for ranks that lack one; None: this does.
@@ -73,7 +74,7 @@ class StepAgreement:
         step, self._step = self._step, self._step + 1
         try:
             if step == 0:
-                self._key += f"/{self._store.add(f'{self._key}/came/{self._topology.rank}', 1)}"
+                self._key = f"{self._all}/{self._store.add(f'{self._all}/came/{self._topology.rank}', 1)}"
             verdict = self._report(step, has=has, lacks=give is None)
             lacking = verdict[0] == "1"
             template = self._template(step, give) if lacking else None
@@ -96,8 +97,8 @@ class StepAgreement:
         return str(self._await(f"{key}/verdict", step).decode())
 
     def _template(self, step: int, give: Callable[[], bytes] | None) -> bytes | None:
-        """One of those who have a template writes it down; those who lack one read it."""
-        key = f"{self._key}/{step}/template"
+        """One of all who have a template writes it down; those who lack one read it, peers the same."""
+        key = f"{self._all}/template/{step}"
         if give is None:
             return bytes(self._await(key, step))
         if self._store.add(f"{key}/givers", 1) == 1:

@@ -20,10 +20,11 @@ from streamshard.errors import DataError
 from streamshard.iteration import Mark
 from streamshard.loading.formed import Formed, Source
 from streamshard.loading.wire import pack, unpack
+from streamshard.staging.buffers import Buffers
 from streamshard.staging.tree import map_leaves
 
 PADDING, LOSS_MASK, LABELS = "padding", "loss_mask", "labels"
-IGNORED = -100  # what torch's cross_entropy leaves out
+_NOTHING = {LOSS_MASK: 0, LABELS: -100}  # -100 is what torch's cross_entropy leaves out
 
 
 class Verdict(Protocol):
@@ -52,9 +53,21 @@ class Left(NamedTuple):
 
 
 class EqualSource:
-    """The batches of `source`, as many as all ranks have. size: rows of a whole batch; None: items are handed out."""
+    """The batches of `source`, as many as all ranks have.
 
-    def __init__(self, source: Source, agreement: Agreement, size: int | None, *, pad: bool) -> None:
+    size: rows of a whole batch; None: items are handed out. give_back: gets the reused memory of batches that are dropped.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        agreement: Agreement,
+        size: int | None,
+        *,
+        pad: bool,
+        give_back: Callable[[Buffers], None] | None = None,
+    ) -> None:
+        self._give_back = give_back
         self._source = source
         self._agreement = agreement
         self._size = size
@@ -74,7 +87,7 @@ class EqualSource:
             formed = self._next_whole(batches, {})
         marks = dict(formed.marks)
         while not formed.last:  # read what is left, so that it is counted and the state is that of the epoch's end
-            self._drop(formed.rows)
+            self._drop(formed)
             formed = self._next_whole(batches, marks)
         yield Formed(None, marks | formed.marks, last=True)
 
@@ -84,12 +97,14 @@ class EqualSource:
             formed.marks = marks | formed.marks
             if formed.last or self._size in (None, formed.rows):
                 break
-            self._drop(formed.rows)
+            self._drop(formed)
             marks = formed.marks
         return formed
 
-    def _drop(self, rows: int) -> None:
-        self.left = Left(dropped=self.left.dropped + rows)
+    def _drop(self, formed: Formed) -> None:
+        self.left = Left(dropped=self.left.dropped + formed.rows)
+        if formed.buffers is not None and self._give_back is not None:
+            self._give_back(formed.buffers)  # nobody else will: there are few, and forming the next batch waits for one
 
     def _padded(self, batches: Iterator[Formed]) -> Iterator[Formed]:
         formed = next(batches)
@@ -151,13 +166,18 @@ class EqualSource:
 # A batch is a map of columns (tensors and lists of so many rows, at any depth) or a list of samples. An item is a map.
 
 
+def _is_column(value: Any, rows: int) -> bool:
+    """Whether a leaf has a value for each of so many rows."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.ndim > 0 and len(value) == rows
+    return isinstance(value, list) and len(value) == rows
+
+
 def _columns(batch: Any, rows: int, function: Callable[[Any], Any]) -> Any:
     """`batch` with `function` of each column; what has not so many rows stays as it is."""
     if isinstance(batch, dict):
         return {name: _columns(value, rows, function) for name, value in batch.items()}
-    if isinstance(batch, torch.Tensor):
-        return function(batch) if batch.ndim and len(batch) == rows else batch
-    return function(batch) if isinstance(batch, list) and len(batch) == rows else batch
+    return function(batch) if _is_column(batch, rows) else batch
 
 
 def _row(batch: Any, rows: int) -> Any:
@@ -167,21 +187,25 @@ def _row(batch: Any, rows: int) -> Any:
 
 def _repeated(row: Any, times: int) -> Any:
     """A batch of copies of a batch of one."""
-    return _columns(row, 1, lambda column: column.repeat_interleave(times, 0) if _tensor(column) else column * times)
+    return _columns(row, 1, lambda column: _times(column, times))
+
+
+def _times(column: Any, times: int) -> Any:
+    if isinstance(column, torch.Tensor):
+        return column.repeat_interleave(times, 0)
+    return np.repeat(column, times, 0) if isinstance(column, np.ndarray) else column * times
 
 
 def _joined(batch: Any, rows: int, row: Any, missing: int) -> Any:
     """`batch` and so many copies of its own last row behind it."""
     if isinstance(batch, dict):
         return {name: _joined(value, rows, row[name], missing) for name, value in batch.items()}
+    if not _is_column(batch, rows):
+        return batch
     if isinstance(batch, torch.Tensor):
-        whole = batch.ndim and len(batch) == rows
-        return torch.cat([batch, row.expand(missing, *row.shape[1:])]) if whole else batch
-    return batch + row * missing if isinstance(batch, list) and len(batch) == rows else batch
-
-
-def _tensor(column: Any) -> bool:
-    return isinstance(column, torch.Tensor)
+        return torch.cat([batch, row.expand(missing, *row.shape[1:])])
+    more = _times(row, missing)
+    return np.concatenate([batch, more]) if isinstance(batch, np.ndarray) else batch + more
 
 
 def _flagged(batch: Any, real: int, rows: int) -> Any:
@@ -189,25 +213,55 @@ def _flagged(batch: Any, real: int, rows: int) -> Any:
     if isinstance(batch, list):
         return [_flagged_item(sample, padding=place >= real) for place, sample in enumerate(batch)]
     _check_map(batch)
-    batch[PADDING] = torch.arange(rows) >= real
-    if real < rows:
-        for name, nothing in ((LOSS_MASK, 0), (LABELS, IGNORED)):
-            if isinstance(batch.get(name), torch.Tensor):
-                batch[name][real:] = nothing
-    return batch
+    harmless = _harmless(batch, real, rows) if real < rows else batch
+    return {**harmless, PADDING: torch.arange(rows) >= real}
+
+
+def _harmless(batch: dict[Any, Any], real: int, rows: int) -> dict[Any, Any]:
+    """The rows from `real` on without a part in the loss, at any depth."""
+    found: dict[Any, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, dict):
+            found[name] = _harmless(value, real, rows)
+        elif name in _NOTHING and _is_column(value, rows):
+            rest = _nothing(value[real:], _NOTHING[name])
+            if isinstance(value, torch.Tensor):
+                found[name] = torch.cat([value[:real], rest])
+            else:
+                found[name] = (
+                    np.concatenate([value[:real], rest]) if isinstance(value, np.ndarray) else value[:real] + rest
+                )
+        else:
+            found[name] = value
+    return found
+
+
+def _nothing(value: Any, number: int) -> Any:
+    """Something of the same form that is `number` all over."""
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, number)
+    if isinstance(value, np.ndarray):
+        return np.full_like(value, number)
+    if isinstance(value, list):
+        return [_nothing(inner, number) for inner in value]
+    return type(value)(number) if isinstance(value, bool | int | float) else value
 
 
 def _flagged_item(item: Any, *, padding: bool) -> Any:
     """A copy of an item with its flag, and harmless if it is padding."""
     _check_map(item)
-    flagged = {**item, PADDING: padding}
-    for name, nothing in ((LOSS_MASK, 0), (LABELS, IGNORED)) if padding else ():
-        value = item.get(name)
-        if isinstance(value, torch.Tensor):
-            flagged[name] = torch.full_like(value, nothing)
-        elif isinstance(value, np.ndarray):
-            flagged[name] = np.full_like(value, nothing)
-    return flagged
+    return {**(_without_loss(item) if padding else item), PADDING: padding}
+
+
+def _without_loss(item: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        name: _without_loss(value)
+        if isinstance(value, dict)
+        else _nothing(value, _NOTHING[name])
+        if name in _NOTHING
+        else value
+        for name, value in item.items()
+    }
 
 
 def _check_map(thing: Any) -> None:
@@ -224,8 +278,10 @@ def _check_map(thing: Any) -> None:
 
 def _copy(item: Any) -> Any:
     """An item in memory of its own: whoever gets it may change it."""
-    return map_leaves(item, lambda _, leaf: leaf.clone() if _tensor(leaf) else leaf.copy() if _array(leaf) else leaf)
+    return map_leaves(item, lambda _, leaf: _copied(leaf))
 
 
-def _array(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray)
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

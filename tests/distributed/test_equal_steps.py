@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 import streamshard as ss
+from streamshard.distributed import equal_steps
 from streamshard.errors import DataError, UsageError
 from streamshard.testing.servers import free_port
 from tests.conftest import write_dataset
 from tests.distributed.launch import launch
-from tests.distributed.scenarios_equal import CASES, SIZE, skewed
+from tests.distributed.scenarios_equal import CASES, SIZE, only_id, plain, skewed
 
 COUNT = 203
 FILTERED = {"filtered", "workers", "apart", "micro-batches", "at once", "staged"}
@@ -220,6 +223,75 @@ def test_the_template_is_not_what_the_loop_does_to_a_batch(tmp_path):
             seen = batch["id"].tolist()
             batch["id"].zero_()
     assert seen == [2, 2]
+
+
+class Three:
+    """Ranks of which one has three batches."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def ask(self, *, has, **_):
+        self.asked += 1
+        return equal_steps.Verdict(has and self.asked <= 3, has, None)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_many_batches_can_be_dropped_though_the_memory_for_batches_is_reused(url, monkeypatch, workers):
+    monkeypatch.setattr(ss.StreamDataset, "agreement", lambda _: Three())
+    dataset = ss.StreamDataset(url, ss.Map(only_id))
+    with ss.StreamLoader(
+        dataset, batch_size=SIZE, remainder="drop", device="cpu", workers=workers, start_method="fork"
+    ) as loader:
+        batches = iter(loader)
+        assert len([next(batches) for _ in range(3)]) == 3
+        assert next(batches, None) is None
+        assert loader.counters().remainder_dropped == COUNT - 3 * SIZE
+
+
+def test_peers_that_never_had_a_row_pad_with_the_same(monkeypatch):
+    """Three ranks of two peers, the third of which have nothing."""
+    shared = torch.distributed.HashStore()
+    monkeypatch.setattr(equal_steps, "running", lambda: True)
+    monkeypatch.setattr(equal_steps, "store", lambda: shared)
+    monkeypatch.setattr(equal_steps, "nonce", lambda: "now")
+    monkeypatch.setattr(equal_steps, "_begun", dict.fromkeys([("now", "here")], 0))
+    readers = []
+    for rank in range(3):
+        for _ in range(2):
+            equal_steps._begun["now", "here"] = 0  # each is a process of its own
+            readers.append((rank, equal_steps.StepAgreement("here", ss.Topology(rank, 3))))
+
+    def ask(place, rank, agreement):
+        return agreement.ask(has=rank < 2, give=None if rank == 2 else f"row of process {place}".encode)
+
+    with ThreadPoolExecutor(6) as threads:
+        verdicts = list(threads.map(ask, range(6), *zip(*readers, strict=True)))
+    assert all(verdict.someone and not verdict.everyone for verdict in verdicts)
+    assert verdicts[4].template == verdicts[5].template != None  # noqa: E711
+    assert all(verdict.template is None for verdict in verdicts[:4])
+
+
+def unmasked(sample):
+    return {"id": sample["id"], "deep": {"labels": 3, "loss_mask": [1, 1]}, "labels": np.arange(sample["id"] % 3 + 1)}
+
+
+@pytest.mark.parametrize(
+    "collate", [list, functools.partial(ss.collate, ragged="list"), functools.partial(ss.collate, ragged="pad")]
+)
+def test_padding_is_harmless_in_lists_numbers_and_nested_fields(url, collate):
+    with ss.StreamLoader(
+        ss.StreamDataset(url, ss.Map(unmasked)), batch_size=SIZE, collate=collate, remainder="pad"
+    ) as loader:
+        last = list(loader)[-1]  # three rows and one of padding
+    row = plain(last)
+    labels = row[3]["labels"] if isinstance(row, list) else row["labels"][3]
+    deep = row[3]["deep"] if isinstance(row, list) else {name: column[3] for name, column in row["deep"].items()}
+    assert set(labels.tolist() if hasattr(labels, "tolist") else labels) == {-100}
+    assert (deep["labels"], deep["loss_mask"]) == (-100, [0, 0])
 
 
 @pytest.mark.parametrize(
