@@ -62,6 +62,7 @@ def test_data_parallel_training_goes_on_with_another_number_of_processes(tmp_pat
     assert "step 20 on 4 processes" in torchrun(4, "ddp.py", tmp_path, "--steps", "10")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_twice_and_changes_its_size_proves_itself(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "elastic.py"), "--folder", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
