@@ -629,14 +629,14 @@ class StreamDataset(IterableDataset[Any]):
 
     def after(self, state: State, steps: int, items: int) -> State:
         """For loaders: the full state so many steps of `items` items a rank after `state`."""
-        _check_whole(steps=steps)
+        _check_counts(least=0, steps=steps)
         if decode_state(state).at_end:  # what comes next is the next epoch
             state = {**start_of(state), "epoch": int(state["epoch"]) + 1}
         return state_after(state, steps, self.whereabouts(items, int(state["epoch"])), self.steps)
 
     def at_tokens(self, state: State, tokens: int, items: int) -> State:
         """For loaders: the full state at `tokens` of the run, or epoch, of `state`."""
-        _check_whole(tokens=tokens)
+        _check_counts(least=0, tokens=tokens)
         start = start_of(state)
         return self.after(start, self.whereabouts(items, int(start["epoch"])).step_at(tokens), items)
 
@@ -763,15 +763,9 @@ def _loader_round(worker: Any) -> int:
     return int(worker.seed) - int(worker.id) or 1
 
 
-def _check_whole(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UsageError(f"{name}={value!r} must be an int >= 0")
-
-
-def _check_counts(*, optional: bool = False, **counts: int | None) -> None:
+def _check_counts(*, optional: bool = False, least: int = 1, **counts: int | None) -> None:
     for name, value in counts.items():
         if value is None and optional:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{name}={value!r} must be an int >= 1")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"{name}={value!r} must be an int >= {least}")

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch.distributed
 
+from streamshard.distributed.job import running
 from streamshard.errors import UsageError
 from streamshard.state import State, merge_states
 
@@ -33,8 +34,7 @@ def gather_state(state: State, group: Any = None, allow: Collection[str] = ()) -
 
     allow: as for `merge_states`. Raises `StateError` on every rank if the states do not belong together.
     """
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    size = torch.distributed.get_world_size(group) if together else 1
+    size = torch.distributed.get_world_size(group) if running() else 1
     if size == 1:
         if state.get("scope", "full") != "full":
             raise UsageError(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed
 
+from streamshard.distributed.job import running
 from streamshard.errors import DataError, UsageError
 
 Digests = dict[str, str]  # dotted names of a field -> 16 hexadecimal digits
@@ -32,7 +33,7 @@ def verify_replicas(batch: Any, group: Any = None) -> None:
 
     The error names the field, and the global ranks that differ from the majority (from the lowest rank, if there is none).
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not running():
         raise UsageError(
             "verify_replicas compares the processes of a job, and there is no process group: call "
             "torch.distributed.init_process_group first"

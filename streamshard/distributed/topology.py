@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch.distributed
 from torch.distributed.device_mesh import DeviceMesh
 
+from streamshard.distributed.job import running
 from streamshard.distributed.mesh import model_parallel_mesh, place_in
 from streamshard.errors import UsageError
 
@@ -65,7 +66,7 @@ def resolve(topology: Topology | None) -> Topology:
     """
     if topology is not None:
         return topology
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if running():
         found = Topology(torch.distributed.get_rank(), torch.distributed.get_world_size())
         where = "the default process group"
     else:

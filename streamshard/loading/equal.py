@@ -254,14 +254,13 @@ def _flagged_item(item: Any, *, padding: bool) -> Any:
 
 
 def _without_loss(item: dict[Any, Any]) -> dict[Any, Any]:
-    return {
-        name: _without_loss(value)
-        if isinstance(value, dict)
-        else _nothing(value, _NOTHING[name])
-        if name in _NOTHING
-        else value
-        for name, value in item.items()
-    }
+    found = dict(item)
+    for name, value in item.items():
+        if isinstance(value, dict):
+            found[name] = _without_loss(value)
+        elif name in _NOTHING:
+            found[name] = _nothing(value, _NOTHING[name])
+    return found
 
 
 def _check_map(thing: Any) -> None:

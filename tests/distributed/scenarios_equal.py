@@ -153,13 +153,17 @@ def peers(url):
     return found
 
 
-def one_dies(url, folder):
-    """Without torchrun, which would end the others: rank 2 kills itself after two batches."""
+def begun(url, ranks):
+    """This rank, and its batches, in a job whose processes wait four seconds for one another."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=4))
-    dataset = ss.StreamDataset(url, partitions=48, topology=ss.Topology(rank, 3))
-    loader = ss.StreamLoader(dataset, batch_size=1, collate=list, remainder="drop")
-    batches = iter(loader)
+    dataset = ss.StreamDataset(url, partitions=48, topology=ss.Topology(rank, ranks))
+    return rank, iter(ss.StreamLoader(dataset, batch_size=1, collate=list, remainder="drop"))
+
+
+def one_dies(url, folder):
+    """Without torchrun, which would end the others: rank 2 kills itself after two batches."""
+    rank, batches = begun(url, 3)
     next(batches), next(batches)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -174,11 +178,7 @@ def one_dies(url, folder):
 
 def store_gone(url, folder):
     """Rank 0, which keeps the store, dies."""
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
-    dataset = ss.StreamDataset(url, partitions=48, topology=ss.Topology(rank, 2))
-    loader = ss.StreamLoader(dataset, batch_size=1, collate=list, remainder="drop")
-    batches = iter(loader)
+    rank, batches = begun(url, 2)
     if rank == 0:
         next(batches)
         os.kill(os.getpid(), signal.SIGKILL)
