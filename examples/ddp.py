@@ -40,21 +40,29 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("gloo")  # "nccl" with GPUs
+    train(args.folder, args.steps)
+    # The model is gone by now. Were it the last to hold the process group, torch could wait for ever: for gloo's threads, one of
+    # which may need the interpreter lock to let go of a tensor, and that lock is held while a model is taken apart.
+    dist.destroy_process_group()
+
+
+def train(folder: Path, steps: int) -> None:
+    """So many steps from the checkpoint on, if there is one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if rank == 0:
-        write_corpus(args.folder / "corpus")
+        write_corpus(folder / "corpus")
     dist.barrier()
 
     # 48 partitions can be read by 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 processes, and each batch of the whole job is the same.
     dataset = ss.StreamDataset(
-        str(args.folder / "corpus"), seed=17, partitions=48, repeat=True, topology=ss.Topology(rank, ranks)
+        str(folder / "corpus"), seed=17, partitions=48, repeat=True, topology=ss.Topology(rank, ranks)
     )
     loader = ss.StreamLoader(dataset, batch_size=GLOBAL_BATCH // ranks)
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
-    done, checkpoint = 0, args.folder / "checkpoint.pt"
+    done, checkpoint = 0, folder / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.module.load_state_dict(saved["model"])
@@ -66,14 +74,13 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step == done + args.steps:
+        if step == done + steps:
             break
     data = ss.gather_state(loader.state_dict())  # every rank takes part; every rank gets the whole
     if rank == 0:
         torch.save({"model": model.module.state_dict(), "data": data, "step": step}, checkpoint)
         print(f"step {step} on {ranks} processes: loss {loss.item():.4f}; saved {checkpoint}", flush=True)
     loader.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -48,9 +48,17 @@ def open_loader(folder: Path, rank: int, ranks: int) -> ss.StreamLoader:
     return ss.StreamLoader(dataset, batch_size=GLOBAL_BATCH // ranks)
 
 
-def train(folder: Path, steps: int) -> None:
+def train_process(folder: Path, steps: int) -> None:
     """One process of one life."""
     dist.init_process_group("gloo")
+    train(folder, steps)
+    # The model is gone by now. Were it the last to hold the process group, torch could wait for ever: for gloo's threads, one of
+    # which may need the interpreter lock to let go of a tensor, and that lock is held while a model is taken apart.
+    dist.destroy_process_group()
+
+
+def train(folder: Path, steps: int) -> None:
+    """From the last checkpoint on, up to so many steps."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     loader = open_loader(folder, rank, ranks)
     torch.manual_seed(0)
@@ -78,7 +86,6 @@ def train(folder: Path, steps: int) -> None:
                 )
     loader.close()
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -133,7 +140,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        train(args.folder, args.steps)
+        train_process(args.folder, args.steps)
         return
     folder = args.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
     rng = np.random.default_rng(0)
