@@ -41,8 +41,8 @@ def main() -> None:
 
     dist.init_process_group("gloo")  # "nccl" with GPUs
     train(args.folder, args.steps)
-    # The model is gone by now. Were it the last to hold the process group, torch could wait for ever: for gloo's threads, one of
-    # which may need the interpreter lock to let go of a tensor, and that lock is held while a model is taken apart.
+    # The model is gone by now. Were it the last to hold the process group, torch could wait for ever: for gloo's threads, one
+    # of which may need the interpreter lock to let go of a tensor, and that lock is held while a model is taken apart.
     dist.destroy_process_group()
 
 

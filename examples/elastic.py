@@ -52,8 +52,8 @@ def train_process(folder: Path, steps: int) -> None:
     """One process of one life."""
     dist.init_process_group("gloo")
     train(folder, steps)
-    # The model is gone by now. Were it the last to hold the process group, torch could wait for ever: for gloo's threads, one of
-    # which may need the interpreter lock to let go of a tensor, and that lock is held while a model is taken apart.
+    # The model is gone by now. Were it the last to hold the process group, torch could wait for ever: for gloo's threads, one
+    # of which may need the interpreter lock to let go of a tensor, and that lock is held while a model is taken apart.
     dist.destroy_process_group()
 
 

@@ -21,9 +21,12 @@ from streamshard.map_dataset import MapDataset
 from streamshard.order.cursor import Ref
 from streamshard.state import merge_states
 from streamshard.steps.batch import Batch
+from streamshard.steps.contract import Segment
+from streamshard.steps.counts import Counts, SourceCounts
 from streamshard.steps.filter import Filter
 from streamshard.steps.flat_map import FlatMap
 from streamshard.steps.map import Map
+from streamshard.steps.pack import Pack
 from streamshard.steps.tensors import collate
 from streamshard.storage.policy import StoragePolicy
 from streamshard.writer import DatasetWriter, WriterProgress, commit_writers
@@ -33,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Batch",
     "CorruptError",
+    "Counts",
     "DataError",
     "DatasetWriter",
     "Filter",
@@ -40,8 +44,11 @@ __all__ = [
     "GatheredState",
     "Map",
     "MapDataset",
+    "Pack",
     "Ref",
+    "Segment",
     "ShardedState",
+    "SourceCounts",
     "StateError",
     "StorageError",
     "StoragePolicy",

@@ -11,7 +11,7 @@ import copy
 import logging
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streamshard.catalog import load_manifest
 from streamshard.distributed.equal_steps import StepAgreement
 from streamshard.distributed.first_step import FirstStep
+from streamshard.distributed.gather import gather_by_rank
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
 from streamshard.frameworks.callers import refuse_bare_dcp, refuse_one_file_for_all, shards_again, trainer_trains
@@ -44,16 +45,18 @@ from streamshard.state import (
     decode_state,
     scope_name,
 )
+from streamshard.steps.counts import Counts
 from streamshard.steps.pipeline import (
     batch_fingerprint,
     check_steps,
+    counted,
     items_left,
     start_cursor,
     steps_fingerprint,
     uncounted,
     wants_refs,
 )
-from streamshard.steps.step import Step, StepContext
+from streamshard.steps.step import Holding, Step, StepContext
 from streamshard.storage.open import CACHE_BYTES, open_store
 from streamshard.storage.policy import StoragePolicy
 from streamshard.whereabouts import Whereabouts
@@ -244,6 +247,34 @@ class StreamDataset(IterableDataset[Any]):
         """What steps have dropped so far in this process's partitions, by step."""
         iteration = self._current_iteration()
         return iteration.counters() if iteration is not None else {}
+
+    def counts(self, *, over_ranks: bool = False) -> Counts:
+        """Tokens, documents and rows that this rank has been given, by source; see `Counts`. They are part of the state, and go
+        on after a resume on any number of ranks.
+
+        over_ranks: of all ranks together. A collective of the process group: every process has to call it.
+
+        Raises `UsageError` without a step that counts, such as `Pack`.
+        """
+        iteration = self._current_iteration()
+        if iteration is None or self._pending is not None:
+            return self.count(self.at_start(0).values(), over_ranks=over_ranks)
+        return self.count(iteration.partitions().values(), over_ranks=over_ranks)
+
+    def at_start(self, workers: int) -> dict[int, PartitionState]:
+        """For loaders: where this rank's partitions are when the next iteration begins."""
+        shares = self.shares(workers)
+        return {p: part for share in shares for p, part in (share.live | share.carried).items()}
+
+    def count(self, partitions: Iterable[PartitionState], *, over_ranks: bool) -> Counts:
+        """For loaders: what had left this rank when `partitions` stood so."""
+        found = [counted(self.steps, part.cursor) for part in partitions]
+        if not any(isinstance(step, Holding) for step in self.steps):
+            raise UsageError(f"{self!r} has no step that counts tokens; add one, such as Pack")
+        counts = sum((one for one in found if one is not None), Counts())
+        if over_ranks:
+            counts = sum(gather_by_rank(resolve(self.topology).rank, counts), Counts())
+        return counts
 
     def storage_counters(self) -> StorageCounters:
         """What this process has asked of the store for this dataset, and what the current iteration has waited for."""

@@ -18,10 +18,11 @@ from streamshard.prefetch.scheduler import ReadAhead
 from streamshard.prefetch.source import PartitionSource
 from streamshard.snapshot_contents import encode_contents
 from streamshard.state import PartitionState
-from streamshard.steps.pipeline import open_stages
+from streamshard.steps.pipeline import open_stages, still_needed
 from streamshard.steps.step import Stage, Step, StepContext
 from streamshard.steps.threads import Pools
 
+Needed = Callable[[Cursor], frozenset[tuple[int, int]]]
 Mark = tuple[int, bool, Cursor]  # turn, done and cursor of a partition: a `PartitionState` that costs a tuple to make
 
 
@@ -73,16 +74,20 @@ class Book:
 class PartitionRun:
     """A partition being read through its steps. `cursor` and `turn` describe the last item that left, also when the next
     one failed half-way.
+
+    needed: which samples before a cursor a resume reads again; given where samples are kept, and nobody else lets them go.
     """
 
-    def __init__(self, p: int, state: PartitionState, source: PartitionSource, stage: Stage, *, forgets: bool) -> None:
+    def __init__(
+        self, p: int, state: PartitionState, source: PartitionSource, stage: Stage, needed: Needed | None = None
+    ) -> None:
         self.p = p
         self.turn = state.turn
         self.done = False
         self.cursor = state.cursor
         self.source = source
         self.stage = stage
-        self._forgets = forgets
+        self._needed = needed
         self.items = self._items()
 
     def _items(self) -> Generator[Any, None, None]:
@@ -90,8 +95,8 @@ class PartitionRun:
         for item in stage:
             self.cursor = stage.cursor()
             self.turn += 1
-            if self._forgets:
-                self.source.forget(innermost(self.cursor))
+            if self._needed is not None:
+                self.source.forget(innermost(self.cursor), self._needed(self.cursor))
             yield item
         self.cursor = stage.cursor()
         self.done = True
@@ -140,11 +145,17 @@ class _Finished:
     def cursor(self) -> Cursor:
         return self._cursor
 
-    def identity(self) -> tuple[int, ...]:
-        return self._cursor
+    def identity(self) -> tuple[Any, ...]:
+        return "", *self._cursor
 
     def ref(self) -> Ref:
         raise LookupError("a finished partition has no current sample")
+
+    def again(self, identities: Sequence[tuple[Any, ...]]) -> _Finished:  # noqa: ARG002  (the protocol's)
+        return self
+
+    def ref_of(self, identity: tuple[Any, ...]) -> Ref:  # noqa: ARG002  (the protocol's)
+        return self.ref()
 
     def counters(self) -> Iterator[tuple[str, int]]:
         return iter(())
@@ -183,6 +194,7 @@ class Iteration:
         self.exhausted = False
         self._finished_counters = dropped(steps, context, carried.values())
         self._keep = keep
+        self._needed: Needed = partial(still_needed, steps)
         self._pools = Pools(len(live))
         context = replace(context, pools=self._pools)
         tell = None if report is None else partial(report, self)
@@ -200,7 +212,7 @@ class Iteration:
                 self.runs.append(PlainRun(p, state, source, forgets=forgets))
                 continue
             stage = open_stages(steps, state.cursor, context, lambda _, source=source: source)  # type: ignore[misc]
-            self.runs.append(PartitionRun(p, state, source, stage, forgets=forgets))
+            self.runs.append(PartitionRun(p, state, source, stage, self._needed if forgets else None))
         self._rotation = Rotation(self.runs)
 
     def open(self) -> Rotation[PartitionRun | PlainRun]:
@@ -237,7 +249,7 @@ class Iteration:
         Only for iterations made with `lent`. May be called while another thread reads.
         """
         for p, (_, _, cursor) in marks.items() if self._keep else ():
-            self._sources[p].forget(innermost(cursor))
+            self._sources[p].forget(innermost(cursor), self._needed(cursor))
 
     def contents(self) -> dict[str, bytes]:
         """The samples of a contents snapshot under the list of their partitions; {} unless they are kept.

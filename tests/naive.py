@@ -79,3 +79,39 @@ def in_slot_order(items: list[list], turns: list[int] | None = None) -> list:
     slots = [(turn + i, p, item) for p, (turn, row) in enumerate(zip(turns, items, strict=True))
              for i, item in enumerate(row)]  # fmt: skip
     return [item for _, _, item in sorted(slots, key=lambda slot: slot[:2])]
+
+
+def best_fit_rounds(lengths: list[int], size: int, window: int, overflow: str = "split") -> list[list[list[tuple]]]:
+    """Rounds of rows of (document, start, length), by trying every row: what `Pack` has to do but for the order in a round."""
+    waiting = list(enumerate(lengths))
+    carried: list[tuple[int, int, int, int]] = []  # document, start, length, rounds waited
+    rounds = []
+    ended = False
+    while not ended:
+        read, waiting = waiting[:window], waiting[window:]
+        ended = len(read) < window
+        pieces, leaving = list(carried), []
+        for document, length in read:
+            if length <= size:
+                pieces.append((document, 0, length, 0))
+            elif overflow == "truncate":
+                pieces.append((document, 0, size, 0))
+            elif overflow == "split":
+                pieces += [(document, start, min(size, length - start), 0) for start in range(0, length, size)]
+        rows: list[list[tuple[int, int, int, int]]] = []
+        for piece in sorted(pieces, key=lambda piece: (piece[3] < 2, -piece[2], piece[0], piece[1])):
+            if piece[2] == size:
+                leaving.append([piece])
+                continue
+            fits = [row for row in rows if sum(p[2] for p in row) + piece[2] <= size]
+            if fits:
+                max(fits, key=lambda row: sum(p[2] for p in row)).append(piece)
+            else:
+                rows.append([piece])
+        rows.sort(key=lambda row: -sum(p[2] for p in row))
+        keep = len(rows) if ended else max(1, len(rows) * 9 // 10)
+        stay = [row for place, row in enumerate(rows) if place >= keep and all(p[3] < 2 for p in row)]
+        leaving += [row for row in rows if row not in stay]
+        carried = sorted((d, start, length, waited + 1) for row in stay for d, start, length, waited in row)
+        rounds.append([sorted(piece[:3] for piece in row) for row in leaving])
+    return rounds

@@ -36,6 +36,7 @@ LAYERS = {  # folder -> what of the package it may import besides itself, order 
         "streamshard.state",
         "streamshard.staging",
         "streamshard.steps.tensors",
+        "streamshard.steps.counts",
     },
 }
 HOMES = {  # third-party package -> the only files that may import it
@@ -53,6 +54,7 @@ HOMES = {  # third-party package -> the only files that may import it
         "dataset.py",
         "map_dataset.py",
         "steps/tensors.py",
+        "attention.py",
         "distributed/topology.py",
         "testing/resume.py",
         "loader.py",

@@ -48,6 +48,15 @@ def gather_state(state: State, group: Any = None, allow: Collection[str] = ()) -
     return merge_states(states, allow)
 
 
+def gather_by_rank(rank: int, value: Any) -> list[Any]:
+    """What the data-parallel ranks of the job pass, one of each rank. A collective of the whole job."""
+    if not running():
+        return [value]
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, (rank, value))
+    return list(dict(reversed(found)).values())  # peers have the same
+
+
 class GatheredState:
     """A loader as seen by a trainer that writes one file for all ranks: its state is that of all of them.
 

@@ -12,6 +12,7 @@ from streamshard.frameworks.callers import lightning_trains, refuse_bare_dcp, re
 from streamshard.iteration import Mark, Share
 from streamshard.loading.position import Position
 from streamshard.state import State
+from streamshard.steps.counts import Counts
 
 _logger = logging.getLogger("streamshard")
 
@@ -149,6 +150,13 @@ class PositionedLoader:
         if position.expected is None:
             raise TypeError(f"the number of batches is not known: {self.dataset.why_uncounted()}")
         return position.expected
+
+    def counts(self, *, over_ranks: bool = False) -> Counts:
+        """As `StreamDataset.counts`, of what was handed out: always what the state says."""
+        position = self._position
+        if position is None or self.dataset.has_pending_state:
+            return self.dataset.count(self.dataset.at_start(self._reading()).values(), over_ranks=over_ranks)
+        return self.dataset.count(position.partitions().values(), over_ranks=over_ranks)
 
     # -------------------------------------------------------------------------------------------------------- state
 

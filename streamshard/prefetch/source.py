@@ -7,7 +7,7 @@ or per thousand draws is done there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from streamshard.order.cursor import REF_FIELD, Cursor, Ref
 from streamshard.order.partition import EpochOrder, PartitionOrder
 from streamshard.order.shuffle import ShuffleBuffer
 from streamshard.prefetch.access import ShardAccess
+from streamshard.prefetch.again import Again, Place
 from streamshard.prefetch.plan import Segment
 from streamshard.prefetch.scheduler import ReadAhead
 from streamshard.shard.records import Sample, pack_sample
@@ -60,7 +61,9 @@ class PartitionSource:
         provenance: bool = False,
         keep: bool = False,
         contents: Contents | None = None,
+        path: str = "",
     ) -> None:
+        self._path = path
         self.epoch: int = cursor[0]
         self.k: int = cursor[1]
         self._book = book
@@ -75,18 +78,43 @@ class PartitionSource:
         # For contents: samples read and not forgotten, as read until they are emitted and packed from then on, because
         # a step may change what it is given. Another thread than the reading one may `forget` and ask for `kept`.
         self._retained: dict[tuple[int, int], Sample | bytes] = {}
-        self._emitted: deque[tuple[tuple[int, int], tuple[int, int]]] = deque()  # (epoch, k) -> (epoch, read)
+        self._emitted: deque[tuple[Place, tuple[int, int]]] = deque()  # (epoch, k) -> (epoch, read)
+        self._waiting: dict[Place, tuple[int, int]] = {}  # the same, of those emitted that a step carries
         self._started = False
         self.finished = False
         self._opened: _PartitionReads | None = None
+        self._agains: list[Again] = []
 
     def open(self) -> None:
         """Request the first blocks now, so that the partitions of a process wait for the store together."""
+        for again in self._agains:
+            again.open()
         self._opened = self._open(self.epoch, self.k)
 
     def close(self) -> None:
         """Let go of what was requested and not begun."""
-        self._opened = None
+        self._opened, self._agains = None, []
+
+    def again(self, identities: Sequence[tuple[Any, ...]]) -> Again:
+        """The samples of `identities`, which have been emitted before, once more."""
+        places = sorted({(epoch, k) for _, epoch, k, *_ in identities})
+        again = Again(self, self._ahead, self._p, self._path, places, provenance=self._provenance)
+        self._agains.append(again)
+        return again
+
+    def epoch_order(self, epoch: int) -> tuple[EpochOrder, ShardAccess]:
+        """For `Again`: the order of an epoch, and its shards."""
+        return self._book.epoch(epoch)
+
+    def held(self, epoch: int, read: int) -> Sample | None:
+        """For `Again`: a sample out of a contents snapshot."""
+        return self._contents.get((epoch, read))
+
+    def keep_again(self, place: Place, read: int, sample: Sample) -> None:
+        """For `Again`: a sample was read again."""
+        if self._keep:
+            self._retained[place[0], read] = pack_sample(sample)
+            self._emitted.append((place, (place[0], read)))
 
     def _open(self, epoch: int, k: int) -> _PartitionReads:
         order, access = self._book.epoch(epoch)
@@ -97,9 +125,9 @@ class PartitionSource:
         """(epoch, k) after the last sample that left."""
         return self.epoch, self.k
 
-    def identity(self) -> tuple[int, ...]:
-        """What tells the last sample from all others of this source: (epoch, k)."""
-        return self.epoch, self.k
+    def identity(self) -> tuple[Any, ...]:
+        """What tells the last sample from all others: (source path, epoch, k)."""
+        return self._path, self.epoch, self.k
 
     def counters(self) -> Iterator[tuple[str, int]]:
         """A source drops nothing and so counts nothing."""
@@ -108,11 +136,16 @@ class PartitionSource:
     def ref(self) -> Ref:
         """The ref of the last sample, for messages and generators; closed-form arithmetic if refs are not tracked."""
         if self._tracked:
-            return Ref("", *self._current)
-        order, _ = self._book.epoch(self.epoch)
+            return Ref(self._path, *self._current)
+        return self.ref_of(self.identity())
+
+    def ref_of(self, identity: tuple[Any, ...]) -> Ref:
+        """The ref of the sample with an identity, by closed-form arithmetic."""
+        _, epoch, k, *_ = identity
+        order, _ = self._book.epoch(epoch)
         part = order.partition(self._p)
-        shard, row = part.refs(ShuffleBuffer(part).emissions(self.k - 1, self.k))
-        return Ref("", int(shard[0]), int(row[0]))
+        shard, row = part.refs(ShuffleBuffer(part).emissions(k - 1, k))
+        return Ref(self._path, int(shard[0]), int(row[0]))
 
     def __iter__(self) -> Generator[Sample, None, None]:
         return self._tracked_samples() if self._tracked else self._epochs()
@@ -125,9 +158,9 @@ class PartitionSource:
             buffer, k = opened.buffer, self.k
             held = opened.fill()
             if self._keep:
-                self._retained.update(
-                    {p: s for p, s in self._contents.items() if p[0] == self.epoch}
-                )  # also if not read yet
+                # Also what is not read yet; but what was read again a step may have changed, and is packed.
+                mine = {p: s for p, s in self._contents.items() if p[0] == self.epoch and p not in self._retained}
+                self._retained.update(mine)
                 for entry in held:
                     self._retain(entry)
             self._started = True
@@ -173,7 +206,7 @@ class PartitionSource:
                 self._retained[self.epoch, read] = pack_sample(sample)
                 self._emitted.append(((self.epoch, self.k), (self.epoch, read)))
             if self._provenance:
-                sample[REF_FIELD] = Ref("", shard, row)
+                sample[REF_FIELD] = Ref(self._path, shard, row)
             yield sample
 
     def _retain(self, entry: Any) -> Any:
@@ -182,10 +215,19 @@ class PartitionSource:
             self._retained[self.epoch, read] = sample
         return entry
 
-    def forget(self, base: tuple[int, int]) -> None:
-        """No cursor before `base` will be asked for again: let go of samples emitted up to it."""
+    def forget(self, base: Place, named: Set[Place] = frozenset()) -> None:
+        """No cursor before `base` will be asked for again: let go of samples emitted up to it, but for those in `named`."""
+        self._waiting = {place: read for place, read in self._waiting.items() if place in named or self._let_go(read)}
         while self._emitted and self._emitted[0][0] <= base:
-            self._retained.pop(self._emitted.popleft()[1], None)
+            place, read = self._emitted.popleft()
+            if place in named:
+                self._waiting[place] = read
+            else:
+                self._let_go(read)
+
+    def _let_go(self, read: tuple[int, int]) -> bool:
+        self._retained.pop(read, None)
+        return False
 
     def kept(self) -> list[Kept]:
         """What a resume at the base of the last `forget`, or later, need not read again, by (epoch, read)."""

@@ -99,4 +99,4 @@ class _FilterStage(Passing):
                 yield item
             else:
                 self._dropped += 1
-                starvation.dropped(self._upstream.identity()[0])
+                starvation.dropped(self._upstream.identity()[1])

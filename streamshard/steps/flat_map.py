@@ -60,13 +60,13 @@ class _FlatMapStage(Passing):
         self._step = step
         self._before, self._left, self._checksum, self._dropped = cursor
         self._starvation = Starvation(step.label, context.partitions)
-        self._identity: tuple[int, ...] = ()
+        self._identity: tuple[Any, ...] = ()
         self._provenance = context.provenance
 
     def cursor(self) -> Cursor:
         return self._before, self._left, self._checksum, self._dropped
 
-    def identity(self) -> tuple[int, ...]:
+    def identity(self) -> tuple[Any, ...]:
         return self._identity
 
     def counters(self) -> Iterator[tuple[str, int]]:
@@ -92,7 +92,7 @@ class _FlatMapStage(Passing):
             if not outputs:
                 self._before = after
                 self._dropped += 1
-                self._starvation.dropped(identity[0])
+                self._starvation.dropped(identity[1])
             else:
                 self._starvation.in_a_row = 0
             skip = 0

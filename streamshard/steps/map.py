@@ -111,7 +111,7 @@ class _ThreadedMapStage(Passing):
     def cursor(self) -> Cursor:
         return self._last.cursor
 
-    def identity(self) -> tuple[int, ...]:
+    def identity(self) -> tuple[Any, ...]:
         return self._last.identity
 
     def ref(self) -> Ref:
@@ -171,14 +171,14 @@ class _BatchedMapStage(Passing):
         self._context = context
         self._before: Cursor = cursor[0]
         self._left: int = cursor[1]
-        self._identities: list[tuple[int, ...]] = []
+        self._identities: list[tuple[Any, ...]] = []
         self._refs: list[Ref] = []
         self._generators: list[np.random.Generator] = []
 
     def cursor(self) -> Cursor:
         return self._before, self._left
 
-    def identity(self) -> tuple[int, ...]:
+    def identity(self) -> tuple[Any, ...]:
         return self._identities[self._left - 1]  # after the last output, left is 0: the last item
 
     def ref(self) -> Ref:
@@ -226,7 +226,7 @@ class _BatchedMapStage(Passing):
 
 def generator(upstream: Stage, context: StepContext) -> np.random.Generator:
     """The generator that belongs to the item `upstream` has just given."""
-    epoch, _, *indices = upstream.identity()
+    _, epoch, _, *indices = upstream.identity()
     ref = upstream.ref()
     key = stream_key(context.seed, epoch, "map", context.place, ref.source, ref.shard, ref.row, *indices)
     return np.random.Generator(np.random.Philox(key=key))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from streamshard.errors import UsageError
-from streamshard.order.cursor import Cursor
+from streamshard.order.cursor import Cursor, Ref
 from streamshard.steps.batch import Batch
+from streamshard.steps.counts import Counts
+from streamshard.steps.filter import Filter
+from streamshard.steps.flat_map import FlatMap
 from streamshard.steps.map import Map
-from streamshard.steps.step import Stage, Step, StepContext
+from streamshard.steps.step import Holding, SourceStage, Stage, Step, StepContext
 
 _STEP_VERBS = ("label", "fingerprint", "start", "inner", "left", "open")
 
@@ -24,11 +27,23 @@ def check_steps(steps: Sequence[Any]) -> None:
             raise UsageError(f"step {place} is {step!r}, which is not a step; pass {cure}")
         if batched is not None and isinstance(step, Map) and step.rng:
             raise UsageError(
-                f"step {place}, {step.label} with rng=True, comes after {batched}: a batch has no single sample to seed "
+                f"step {place}, {step.label} with rng=True, comes after {batched}: what it gives has no single sample to seed "
                 f"a generator from; move it before {batched}"
             )
-        if isinstance(step, Batch):
+        if isinstance(step, Holding):
+            _check_before(step.label, steps[:place])
+        if isinstance(step, Batch | Holding):
             batched = step.label
+
+
+def _check_before(label: str, before: Sequence[Step]) -> None:
+    """A step that holds items back has them made again on resume, from the stored samples."""
+    for step in before:
+        if not isinstance(step, Map | Filter | FlatMap):
+            raise UsageError(
+                f"{step.label} comes before {label}, which makes its input again on resume and can do that through Map, Filter "
+                f"and FlatMap only; move {step.label} behind it"
+            )
 
 
 def start_cursor(steps: Sequence[Step], source: Cursor) -> Cursor:
@@ -40,14 +55,38 @@ def start_cursor(steps: Sequence[Step], source: Cursor) -> Cursor:
 
 
 def open_stages(
-    steps: Sequence[Step], cursor: Cursor, context: StepContext, source: Callable[[Cursor], Stage]
+    steps: Sequence[Step], cursor: Cursor, context: StepContext, source: Callable[[Cursor], SourceStage]
 ) -> Stage:
     """The stages of one partition, resumed at `cursor`: the last one, which pulls from the others."""
     cursors = _cursors(steps, cursor)
-    stage = source(cursors.pop())
+    stage: Stage = (first := source(cursors.pop()))
     for place, step in enumerate(steps):
-        stage = step.open(stage, cursors.pop(), replace(context, place=place))
+        past = StepsPast(steps[:place], first, context)
+        stage = step.open(stage, cursors.pop(), replace(context, place=place, past=past))
     return stage
+
+
+class StepsPast:
+    """Items that left the last of `steps` before, made again: the source's samples once more, through steps of their own."""
+
+    def __init__(self, steps: Sequence[Step], source: SourceStage, context: StepContext) -> None:
+        self._steps = steps
+        self._source = source
+        self._context = context
+
+    def items(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        if not identities:
+            return iter(())
+        again = self._source.again(identities)  # now, so that it is there when the iteration opens
+        return self._through(open_stages(self._steps, start_cursor(self._steps, ()), self._context, lambda _: again))
+
+    @staticmethod
+    def _through(stage: Stage) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        for item in stage:
+            yield stage.identity(), item
+
+    def ref(self, identity: tuple[Any, ...]) -> Ref:
+        return self._source.ref_of(identity)
 
 
 def _cursors(steps: Sequence[Step], cursor: Cursor) -> list[Cursor]:
@@ -78,6 +117,23 @@ def uncounted(steps: Sequence[Step]) -> str | None:
         if step.left(1, step.start(())) is None:
             return step.label
     return None
+
+
+def still_needed(steps: Sequence[Step], cursor: Cursor) -> frozenset[tuple[int, int]]:
+    """(epoch, k) of samples emitted before the source's place in `cursor` that a resume from it reads again."""
+    held = _holding(steps, cursor)
+    return frozenset(piece.identity[1:3] for step, own in held for piece in step.carried(own))
+
+
+def counted(steps: Sequence[Step], cursor: Cursor) -> Counts | None:
+    """What had left at `cursor`, as the last step that counts has it; None if none does."""
+    return next((step.counts(own) for step, own in _holding(steps, cursor)), None)
+
+
+def _holding(steps: Sequence[Step], cursor: Cursor) -> Iterator[tuple[Holding, Cursor]]:
+    for step, own in zip(reversed(steps), _cursors(steps, cursor), strict=False):
+        if isinstance(step, Holding):
+            yield step, own
 
 
 def steps_fingerprint(steps: Sequence[Step]) -> list[dict[str, Any]]:

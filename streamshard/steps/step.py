@@ -7,13 +7,27 @@ nest: a stage that keeps something of its own returns a tuple whose first elemen
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from streamshard.errors import UsageError
 from streamshard.order.cursor import REF_FIELD, Cursor, Ref
+from streamshard.steps.counts import Counts
 from streamshard.steps.threads import Pools
+
+
+class Past(Protocol):
+    """Items that a step has had from its upstream before, for steps that hold items back."""
+
+    def items(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """(identity, item), made again, for all items that come of the stored samples of `identities`, in order.
+
+        What has to be read is asked of the store when the iteration opens, if this was called before it.
+        """
+
+    def ref(self, identity: tuple[Any, ...]) -> Ref:
+        """The stored sample that an item came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +35,7 @@ class StepContext:
     """What a stage may know of its surroundings.
 
     `place` is the step's position in the pipeline, from 0; `refs` says that refs of single items will be asked for,
-    `provenance` that samples carry theirs in a field. `pools` has the threads of steps that use some.
+    `provenance` that samples carry theirs in a field. `pools` has the threads of steps that use some. `past`: see there.
     """
 
     seed: int
@@ -30,6 +44,7 @@ class StepContext:
     refs: bool = False
     provenance: bool = False
     pools: Pools | None = None
+    past: Past | None = None
 
 
 class Stage(Protocol):
@@ -41,14 +56,24 @@ class Stage(Protocol):
     def cursor(self) -> Cursor:
         """Where to go on after the last item that left."""
 
-    def identity(self) -> tuple[int, ...]:
-        """(epoch, k, one index per FlatMap passed) of the last item."""
+    def identity(self) -> tuple[Any, ...]:
+        """(source path, epoch, k, one index per FlatMap passed) of the last item."""
 
     def ref(self) -> Ref:
         """The stored sample that the last item came from."""
 
     def counters(self) -> Iterator[tuple[str, int]]:
         """(name, count) of everything dropped so far, upstream first."""
+
+
+class SourceStage(Stage, Protocol):
+    """The first stage, which can also give again what it has given."""
+
+    def again(self, identities: Sequence[tuple[Any, ...]]) -> SourceStage:
+        """A stage that gives the samples of `identities` (the first three of each matter) once more, in order."""
+
+    def ref_of(self, identity: tuple[Any, ...]) -> Ref:
+        """The stored sample of an identity."""
 
 
 class Step(Protocol):
@@ -74,6 +99,20 @@ class Step(Protocol):
         """A stage that goes on from `cursor`."""
 
 
+@runtime_checkable
+class Holding(Protocol):
+    """Of steps that hold items back and count what leaves: `Pack`, `BucketBatch`."""
+
+    @property
+    def label(self) -> str: ...
+
+    def carried(self, cursor: Cursor) -> Sequence[Any]:
+        """What a stage at `cursor` holds: records with an `identity`."""
+
+    def counts(self, cursor: Cursor) -> Counts:
+        """What had left at `cursor`."""
+
+
 class Passing:
     """Base of stages that hand on their upstream's position and identity; `Map` needs no more than this."""
 
@@ -83,7 +122,7 @@ class Passing:
     def cursor(self) -> Cursor:
         return self._upstream.cursor()
 
-    def identity(self) -> tuple[int, ...]:
+    def identity(self) -> tuple[Any, ...]:
         return self._upstream.identity()
 
     def ref(self) -> Ref:

@@ -12,6 +12,7 @@ import torch
 
 from streamshard.errors import DataError
 
+CU_SEQLENS, MAX_SEQLEN = "cu_seqlens", "max_seqlen"  # fields of rows with several documents, see contract.py
 RAGGED = ("error", "pad", "list")
 _SHAPE = attrgetter("shape")
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32}
@@ -34,6 +35,8 @@ def collate(items: Sequence[Any], *, ragged: str = "error", pad_value: float = 0
     - arrays of several shapes: as `ragged` says (see `Batch`); ``"pad"`` adds ``<field>_length`` for every array field
     - bool, int, float: tensors of bool, int64, float32 of shape ``(len(items),)``
     - str, bytes, None, lists, refs, mixtures of types: a list
+    - ``cu_seqlens``, as rows of `Pack` have it: as long as the row with the most documents needs, the last entry repeated in
+      the others; and ``max_seqlen``: the largest, an int
 
     Raises `DataError` naming the field.
     """
@@ -54,6 +57,12 @@ def collate(items: Sequence[Any], *, ragged: str = "error", pad_value: float = 0
             raise
         batch[name] = _column(name, values, how, batch)
     return batch
+
+
+def _ends_repeated(rows: list[Any]) -> list[Any]:
+    """`cu_seqlens` of rows made as long as the longest: what is added are segments of no tokens."""
+    most = max(map(len, rows))
+    return [row if len(row) == most else np.append(row, np.full(most - len(row), row[-1], row.dtype)) for row in rows]
 
 
 def _check_fields(items: Sequence[Any]) -> None:
@@ -80,7 +89,10 @@ def _column(name: str, values: list[Any], how: _How, batch: dict[str, Any]) -> A
     kinds = set(map(type, values))
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is np.ndarray or kind is torch.Tensor:
-        return _arrays(name, values, how, batch)
+        ends = name == CU_SEQLENS and kind is np.ndarray and all(value.ndim == 1 for value in values)
+        return _arrays(name, _ends_repeated(values) if ends else values, how, batch)
+    if kind is int and name == MAX_SEQLEN:
+        return max(values)
     if kind in _NUMBERS:
         numbers = how.empty((len(values),), _NUMBERS[kind])
         numbers.numpy()[:] = values

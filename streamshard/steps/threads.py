@@ -47,7 +47,7 @@ class Call:
     item: Any
     result: Future[Any] | None
     cursor: Cursor
-    identity: tuple[int, ...]
+    identity: tuple[Any, ...]
     ref: Ref
     counters: tuple[tuple[str, int], ...]
     failure: Exception | None = None

@@ -1,0 +1,210 @@
+"""The batch contract: what a row of one or more documents looks like, made once, from explicit lengths.
+
+Where a document ends is known from the lengths of what was put into the row, never guessed from end-of-sequence tokens (chat
+turns contain them) or from position numbers that start again. docs/batch.md has the table and a drawn example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.errors import DataError, UsageError
+from streamshard.order.cursor import REF_FIELD, Ref
+
+IGNORED = -100  # the label that torch's cross_entropy, and so every Hugging Face model, leaves out of the loss
+SEGMENTS_FIELD = "__segments__"  # where provenance=True puts a row's Segments
+CONTRACT = ("input_ids", "labels", "loss_mask", "position_ids", "segment_ids", "cu_seqlens", "max_seqlen")
+
+Array = NDArray[Any]
+
+
+class Segment(NamedTuple):
+    """Where a segment of a row comes from: tokens [offset, offset + length) of a document of the stored sample `ref`."""
+
+    ref: Ref
+    offset: int
+    length: int
+
+
+class Document(NamedTuple):
+    """The columns of one document, each with a value per token. `labels` is `input_ids` itself where all are in the loss."""
+
+    input_ids: Array
+    labels: Array
+    extras: tuple[Array, ...]
+    ref: Ref | None
+
+    def cut(self, start: int, stop: int) -> Document:
+        """Tokens [start, stop) of it; no copy."""
+        ids = self.input_ids[start:stop]
+        labels = ids if self.labels is self.input_ids else self.labels[start:stop]
+        return Document(ids, labels, tuple(extra[start:stop] for extra in self.extras), self.ref)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of a sample are the columns of a document.
+
+    names: ``{"input_ids": "text_tokens", "loss_mask": ..., "labels": ..., <any other>: ...}``. What is not given is looked for
+        under its own name, the tokens under ``"tokens"`` too. Other names are columns of the user's, with a value per token,
+        that become fields of the row under that name, 0 in padding.
+    """
+
+    names: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.names, Mapping) or not all(
+            isinstance(name, str) and isinstance(field, str) for name, field in self.names.items()
+        ):
+            raise UsageError(f"fields={self.names!r}: pass a mapping such as {{'input_ids': 'tokens'}}")
+        made = sorted(set(self.names) & (set(CONTRACT) - {"input_ids", "labels", "loss_mask"}))
+        if made:
+            raise UsageError(f"fields={dict(self.names)!r}: {made} are made from the lengths; leave them out")
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the user's own columns."""
+        return tuple(sorted(set(self.names) - {"input_ids", "labels", "loss_mask"}))
+
+    def read(self, sample: Any) -> Document:
+        """The document in `sample`. Raises `DataError` naming the field, what it is and the cure."""
+        if not isinstance(sample, Mapping):
+            raise DataError(
+                f"a document is a mapping of fields, and this is a {type(sample).__name__}; add a Map before it"
+            )
+        name = self._tokens_field(sample)
+        ids = _column(name, sample[name])
+        if ids.dtype.kind not in "iu":
+            raise DataError(f"field {name!r} holds {ids.dtype} where token ids are integers; tokenize it in a Map")
+        if not len(ids):
+            raise DataError(f"field {name!r} has no tokens; leave empty documents out with a Filter")
+        extras = tuple(self._aligned(sample, self.names[extra], name, ids) for extra in self.extras)
+        return Document(ids, self._labels(sample, name, ids), extras, sample.get(REF_FIELD))
+
+    def _tokens_field(self, sample: Mapping[str, Any]) -> str:
+        given = self.names.get("input_ids")
+        candidates = ("input_ids", "tokens") if given is None else (given,)
+        for name in candidates:
+            if sample.get(name) is not None:
+                return name
+        raise DataError(
+            f"the sample has no tokens in {' or '.join(map(repr, candidates))}, it has the fields {sorted(sample)}; name the "
+            f"field with fields={{'input_ids': ...}}, or make it in a Map"
+        )
+
+    def _labels(self, sample: Mapping[str, Any], name: str, ids: Array) -> Array:
+        """A label for each token, not shifted: its own id where it is in the loss, or what the sample says."""
+        labels, mask = (self._optional(sample, column, name, ids) for column in ("labels", "loss_mask"))
+        if labels is None and mask is None:
+            return ids
+        found = (ids if labels is None else labels).astype(np.int64)
+        if mask is not None:
+            found[mask == 0] = IGNORED
+        return found
+
+    def _optional(self, sample: Mapping[str, Any], column: str, name: str, ids: Array) -> Array | None:
+        field = self.names.get(column)
+        if field is None:
+            return self._aligned(sample, column, name, ids) if sample.get(column) is not None else None
+        return self._aligned(sample, field, name, ids)
+
+    def _aligned(self, sample: Mapping[str, Any], field: str, tokens: str, ids: Array) -> Array:
+        if sample.get(field) is None:
+            raise DataError(f"the sample has no field {field!r}, which fields= names; it has {sorted(sample)}")
+        values = _column(field, sample[field])
+        if len(values) != len(ids):
+            raise DataError(
+                f"field {field!r} has {len(values)} values for the {len(ids)} tokens in {tokens!r}; it needs one for each"
+            )
+        return values
+
+
+def _column(field: str, value: Any) -> Array:
+    array: Array = value if isinstance(value, np.ndarray) else np.asarray(value)
+    if array.ndim != 1:
+        raise DataError(
+            f"field {field!r} has shape {array.shape}; documents have one dimension, flatten it in a Map or take it apart with "
+            f"a FlatMap"
+        )
+    return array
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a row looks: `size` tokens, padded with `pad_id`.
+
+    shifted: labels one place earlier, for models that do not shift themselves. segments: with it `cu_seqlens` has always
+    ``segments + 2`` entries (the padding is a last segment, and the last entry repeats) and `max_seqlen` is always `size`, so
+    that compiled models see fixed shapes.
+    """
+
+    size: int
+    pad_id: int = 0
+    shifted: bool = False
+    segments: int | None = None
+    extras: tuple[str, ...] = ()
+    provenance: bool = False
+
+    def row(self, pieces: Sequence[Document], offsets: Sequence[int]) -> dict[str, Any]:
+        """One row out of documents, or cuts of documents that begin at `offsets`; new arrays."""
+        lengths = np.array([len(piece.input_ids) for piece in pieces], dtype=np.int64)
+        ends = np.cumsum(lengths)
+        starts, real, size = ends - lengths, int(ends[-1]), self.size
+        row: dict[str, Any] = {
+            "input_ids": _filled([piece.input_ids for piece in pieces], size, self.pad_id, np.int64),
+            "labels": self._labels(pieces, starts),
+        }
+        row["loss_mask"] = row["labels"] != IGNORED
+        row["position_ids"] = positions = np.arange(size)
+        positions[:real] -= np.repeat(starts, lengths)
+        positions[real:] -= real
+        row["segment_ids"] = segment_ids = np.full(size, -1, np.int32)
+        segment_ids[:real] = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
+        row["cu_seqlens"] = self._cu_seqlens(ends)
+        row["max_seqlen"] = int(lengths.max()) if self.segments is None else size
+        for place, name in enumerate(self.extras):
+            columns = [piece.extras[place] for piece in pieces]
+            row[name] = _filled(columns, size, 0, np.result_type(*columns))
+        if self.provenance:
+            row[SEGMENTS_FIELD] = [
+                Segment(piece.ref or Ref("", -1, -1), offset, length)
+                for piece, offset, length in zip(pieces, offsets, lengths.tolist(), strict=True)
+            ]
+        return row
+
+    def _labels(self, pieces: Sequence[Document], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A segment's first token is predicted from nothing in its own document, so it is in nobody's loss."""
+        labels = _filled([piece.labels for piece in pieces], self.size, IGNORED, np.int64)
+        labels[starts] = IGNORED
+        if not self.shifted:
+            return labels
+        return np.append(labels[1:], IGNORED)
+
+    def _cu_seqlens(self, ends: NDArray[np.int64]) -> NDArray[np.int32]:
+        if self.segments is None:
+            return np.concatenate(([0], ends)).astype(np.int32)
+        fixed = np.full(self.segments + 2, self.size, np.int32)
+        fixed[0] = 0
+        fixed[1 : len(ends) + 1] = ends
+        return fixed
+
+
+def _filled(columns: Sequence[Array], size: int, fill: int, dtype: Any) -> Array:
+    """`columns` end to end in a new array of `size`, the rest `fill`."""
+    out = np.empty(size, dtype)
+    real = sum(map(len, columns))
+    np.concatenate(columns, out=out[:real], casting="unsafe")  # ids are integers, whatever their width
+    out[real:] = fill
+    return out
+
+
+def loss_tokens(piece: Document) -> int:
+    """Labels of a segment that count in the loss, its first token's never doing so."""
+    if piece.labels is piece.input_ids:
+        return len(piece.input_ids) - 1
+    return int(np.count_nonzero(piece.labels[1:] != IGNORED))
