@@ -56,6 +56,7 @@ from streamshard.steps.pipeline import (
     uncounted,
     wants_refs,
 )
+from streamshard.steps.saved import held_in
 from streamshard.steps.step import Holding, Step, StepContext
 from streamshard.storage.open import CACHE_BYTES, open_store
 from streamshard.storage.policy import StoragePolicy
@@ -711,6 +712,7 @@ class StreamDataset(IterableDataset[Any]):
         check_fingerprint(saved, current, allow)
         partitions = snapshot.partitions
         if "steps" in allow and saved["steps"] != current["steps"]:
+            _tell_what_is_lost(saved["steps"], partitions)
             partitions = {p: self._restart_steps(part) for p, part in partitions.items()}
         if partitions and saved["dataset"] != current["dataset"]:
             history = self._grow(snapshot, history or [(0, saved["dataset"])])
@@ -774,6 +776,18 @@ def left_in_the_middle(epoch: int) -> str:
         f"a new iteration begins while the last one was left in the middle: it starts at the beginning of epoch {epoch} again, "
         f"and samples already delivered come a second time. To go on, load a state first"
     )
+
+
+def _tell_what_is_lost(steps: list[dict[str, Any]], partitions: Mapping[int, PartitionState]) -> None:
+    """Other steps cannot go on in the middle of a window that a step has planned."""
+    held = [found for part in partitions.values() if (found := held_in(steps, part.cursor)) is not None]
+    rows, waiting = sum(found.rows for found in held), sum(found.waiting for found in held)
+    if rows or waiting:
+        _logger.warning(
+            "with other steps, each partition goes on where the window begins that its %s was in: the documents of %d rows "
+            "that had left come again, and %d documents that waited for a later window never come",
+            held[0].step, rows, waiting,
+        )  # fmt: skip
 
 
 def _keeps_workers(snapshot: Snapshot, reader: Reader) -> bool:

@@ -18,6 +18,8 @@ from streamshard.order.cursor import Ref, innermost
 from streamshard.order.rotation import raggedness
 from streamshard.order.shuffle import ShuffleBuffer
 from streamshard.state import PartitionState, Snapshot, State, decode_state
+from streamshard.steps.counts import Counts
+from streamshard.steps.saved import held_in
 from streamshard.storage.store import Store
 from streamshard.whereabouts import book_of
 
@@ -93,6 +95,12 @@ class Inspected:
                     samples += emitted
                     tokens += emitted_length(partition, emitted, access) if counted else 0
         return {"": Consumed(samples, tokens if counted else None)}
+
+    def counts(self) -> Counts | None:
+        """Rows, documents and tokens that had left the partitions held, by source, if a step counts them."""
+        steps = self.fingerprint.get("steps", [])
+        held = [held_in(steps, part.cursor) for part in self._parts.values()]
+        return sum((found.counts for found in held if found is not None), Counts()) if any(held) else None
 
     def buffered(self) -> Iterator[tuple[int, list[Ref]]]:
         """(partition, refs of the samples in its shuffle buffer, slot by slot), of partitions that are not done."""

@@ -12,6 +12,7 @@ from streamshard.cli.state_files import read_states
 from streamshard.errors import UsageError
 from streamshard.inspection import Inspected, first_difference
 from streamshard.state import State, merge_states
+from streamshard.steps.counts import SourceCounts
 from streamshard.storage.open import open_store
 from streamshard.storage.store import Store
 
@@ -66,6 +67,12 @@ def _described(where: str, state: State, store: Store | None) -> str:
         for source, consumed in inspected.consumed().items():
             tokens = "" if consumed.tokens is None else f", {consumed.tokens} tokens"
             rows.append(("consumed", f"{source or 'dataset'}: {consumed.samples} samples{tokens}{_span(found)}"))
+    counts = inspected.counts()
+    if counts is not None:
+        rows.append(
+            ("counted", f"{counts.rows} rows of {counts.physical} tokens, {100 * counts.padding:.2f} % padding")
+        )
+        rows += [(f"  {name or 'dataset'}", _counted(source)) for name, source in counts.sources.items()]
     rows.append(
         (
             "partitions",
@@ -77,6 +84,16 @@ def _described(where: str, state: State, store: Store | None) -> str:
     if snapshot.contents:
         rows.append(("contents", f"{sum(map(len, snapshot.contents.values()))} bytes of samples"))
     return "\n".join([where, *(f"  {name:<15} {text}" for name, text in rows)])
+
+
+def _counted(source: SourceCounts) -> str:
+    found = f"{source.samples} samples, {source.documents} documents, {source.real} tokens, {source.loss} in the loss"
+    if source.split:
+        found += f", {source.split} documents split"
+    if source.truncated or source.dropped:
+        lost = source.truncated_tokens + source.dropped_tokens
+        found += f", {source.truncated} truncated and {source.dropped} dropped ({lost} tokens)"
+    return found
 
 
 def _span(fingerprint: dict[str, Any]) -> str:

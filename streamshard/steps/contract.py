@@ -18,6 +18,7 @@ from streamshard.order.cursor import REF_FIELD, Ref
 
 IGNORED = -100  # the label that torch's cross_entropy, and so every Hugging Face model, leaves out of the loss
 SEGMENTS_FIELD = "__segments__"  # where provenance=True puts a row's Segments
+_GIVEN = ("input_ids", "labels", "loss_mask")  # what samples may bring; the rest follows from lengths
 CONTRACT = ("input_ids", "labels", "loss_mask", "position_ids", "segment_ids", "cu_seqlens", "max_seqlen")
 
 Array = NDArray[Any]
@@ -46,34 +47,30 @@ class Document(NamedTuple):
         return Document(ids, labels, tuple(extra[start:stop] for extra in self.extras), self.ref)
 
 
-@dataclass(frozen=True)
 class Fields:
-    """Which fields of a sample are the columns of a document.
+    """Which fields of a sample are the columns of a document. Immutable.
 
     names: ``{"input_ids": "text_tokens", "loss_mask": ..., "labels": ..., <any other>: ...}``. What is not given is looked for
         under its own name, the tokens under ``"tokens"`` too. Other names are columns of the user's, with a value per token,
         that become fields of the row under that name, 0 in padding.
     """
 
-    names: Mapping[str, str]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.names, Mapping) or not all(
-            isinstance(name, str) and isinstance(field, str) for name, field in self.names.items()
+    def __init__(self, names: Mapping[str, str]) -> None:
+        if not isinstance(names, Mapping) or not all(
+            isinstance(name, str) and isinstance(field, str) for name, field in names.items()
         ):
-            raise UsageError(f"fields={self.names!r}: pass a mapping such as {{'input_ids': 'tokens'}}")
-        made = sorted(set(self.names) & (set(CONTRACT) - {"input_ids", "labels", "loss_mask"}))
+            raise UsageError(f"fields={names!r}: pass a mapping such as {{'input_ids': 'tokens'}}")
+        made = sorted(set(names) & (set(CONTRACT) - set(_GIVEN)))
         if made:
-            raise UsageError(f"fields={dict(self.names)!r}: {made} are made from the lengths; leave them out")
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """Names of the user's own columns."""
-        return tuple(sorted(set(self.names) - {"input_ids", "labels", "loss_mask"}))
+            raise UsageError(f"fields={dict(names)!r}: {made} are made from the lengths; leave them out")
+        self.extras = tuple(sorted(set(names) - set(_GIVEN)))  # names of the user's own columns
+        self._extra_fields = [names[extra] for extra in self.extras]
+        self._tokens = (names["input_ids"],) if "input_ids" in names else ("input_ids", "tokens")
+        self._named = [names.get(name) for name in ("labels", "loss_mask")]
 
     def read(self, sample: Any) -> Document:
         """The document in `sample`. Raises `DataError` naming the field, what it is and the cure."""
-        if not isinstance(sample, Mapping):
+        if type(sample) is not dict and not isinstance(sample, Mapping):
             raise DataError(
                 f"a document is a mapping of fields, and this is a {type(sample).__name__}; add a Map before it"
             )
@@ -83,35 +80,32 @@ class Fields:
             raise DataError(f"field {name!r} holds {ids.dtype} where token ids are integers; tokenize it in a Map")
         if not len(ids):
             raise DataError(f"field {name!r} has no tokens; leave empty documents out with a Filter")
-        extras = tuple(self._aligned(sample, self.names[extra], name, ids) for extra in self.extras)
+        extras = tuple(self._aligned(sample, field, name, ids) for field in self._extra_fields)
         return Document(ids, self._labels(sample, name, ids), extras, sample.get(REF_FIELD))
 
     def _tokens_field(self, sample: Mapping[str, Any]) -> str:
-        given = self.names.get("input_ids")
-        candidates = ("input_ids", "tokens") if given is None else (given,)
-        for name in candidates:
+        for name in self._tokens:
             if sample.get(name) is not None:
                 return name
         raise DataError(
-            f"the sample has no tokens in {' or '.join(map(repr, candidates))}, it has the fields {sorted(sample)}; name the "
+            f"the sample has no tokens in {' or '.join(map(repr, self._tokens))}, it has the fields {sorted(sample)}; name the "
             f"field with fields={{'input_ids': ...}}, or make it in a Map"
         )
 
     def _labels(self, sample: Mapping[str, Any], name: str, ids: Array) -> Array:
         """A label for each token, not shifted: its own id where it is in the loss, or what the sample says."""
-        labels, mask = (self._optional(sample, column, name, ids) for column in ("labels", "loss_mask"))
-        if labels is None and mask is None:
+        labels_field, mask_field = self._named
+        if labels_field is None and sample.get("labels") is not None:
+            labels_field = "labels"
+        if mask_field is None and sample.get("loss_mask") is not None:
+            mask_field = "loss_mask"
+        if labels_field is None and mask_field is None:
             return ids
-        found = (ids if labels is None else labels).astype(np.int64)
-        if mask is not None:
-            found[mask == 0] = IGNORED
+        found = ids if labels_field is None else self._aligned(sample, labels_field, name, ids)
+        found = found.astype(np.int64)
+        if mask_field is not None:
+            found[self._aligned(sample, mask_field, name, ids) == 0] = IGNORED
         return found
-
-    def _optional(self, sample: Mapping[str, Any], column: str, name: str, ids: Array) -> Array | None:
-        field = self.names.get(column)
-        if field is None:
-            return self._aligned(sample, column, name, ids) if sample.get(column) is not None else None
-        return self._aligned(sample, field, name, ids)
 
     def _aligned(self, sample: Mapping[str, Any], field: str, tokens: str, ids: Array) -> Array:
         if sample.get(field) is None:

@@ -89,7 +89,8 @@ class Counts:
 
 
 _NAMES = [f.name for f in fields(SourceCounts)]
-_PLACE = {name: place for place, name in enumerate(_NAMES)}
+# Places of a source's numbers in a `Tally`.
+SAMPLES, DOCUMENTS, REAL, LOSS, SPLIT, TRUNCATED, TRUNCATED_TOKENS, DROPPED, DROPPED_TOKENS = range(len(_NAMES))
 
 
 class Tally:
@@ -104,18 +105,18 @@ class Tally:
         self._rows += 1
         self._physical += physical
 
-    def add(self, path: str, **numbers: int) -> None:
-        """Something of the source `path` has left, or was lost."""
-        counted = self._sources.get(path)
-        if counted is None:
-            counted = self._sources[path] = [0] * len(_NAMES)
-        for name, number in numbers.items():
-            counted[_PLACE[name]] += number
+    def of(self, path: str) -> list[int]:
+        """The numbers of a source, to be raised: see the names of their places."""
+        numbers = self._sources.get(path)
+        if numbers is None:
+            numbers = self._sources[path] = [0] * len(_NAMES)
+        return numbers
 
     def merge(self, other: Tally) -> None:
         """What another has counted, too."""
         for path, numbers in other._sources.items():
-            self.add(path, **dict(zip(_NAMES, numbers, strict=True)))
+            mine = self.of(path)
+            mine[:] = map(sum, zip(mine, numbers, strict=True))
 
     def frozen(self) -> Cursor:
         """Immutable, safe for JSON, the same for the same counts."""

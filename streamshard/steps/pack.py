@@ -12,7 +12,20 @@ from streamshard.steps.carried import Carried, decode
 from streamshard.steps.concat import ConcatStage
 from streamshard.steps.concat import first_cursor as first_of_concat
 from streamshard.steps.contract import Document, Fields, Layout, loss_tokens
-from streamshard.steps.counts import Counts, Tally, thaw
+from streamshard.steps.counts import (
+    DOCUMENTS,
+    DROPPED,
+    DROPPED_TOKENS,
+    LOSS,
+    REAL,
+    SAMPLES,
+    SPLIT,
+    TRUNCATED,
+    TRUNCATED_TOKENS,
+    Counts,
+    Tally,
+    thaw,
+)
 from streamshard.steps.planner import best_fit
 from streamshard.steps.rounds import Piece, Plan, RoundStage, first_cursor
 from streamshard.steps.step import Stage, StepContext
@@ -150,7 +163,11 @@ class Packer:
         if piece.length <= self.size:
             return [piece]
         if self._overflow == "drop":
-            tally.add(piece.identity[0], samples=piece.first, documents=1, dropped=1, dropped_tokens=piece.length)
+            numbers = tally.of(piece.identity[0])
+            numbers[SAMPLES] += piece.first
+            numbers[DOCUMENTS] += 1
+            numbers[DROPPED] += 1
+            numbers[DROPPED_TOKENS] += piece.length
             return []
         if self._overflow == "truncate":
             return [self.cut_at(piece, 0, self.size)]
@@ -184,14 +201,21 @@ class Packer:
     def count(self, row: Sequence[Piece], tally: Tally) -> None:
         tally.row(self.size)
         for piece in row:
-            begins = piece.start == 0
-            cut = begins and piece.length < piece.whole
-            lost = cut and self._overflow == "truncate"
-            tally.add(
-                piece.identity[0], samples=begins and piece.first, documents=begins, real=piece.length,
-                loss=loss_tokens(piece.content), split=cut and not lost, truncated=lost,
-                truncated_tokens=piece.whole - piece.length if lost else 0,
-            )  # fmt: skip
+            numbers = tally.of(piece.identity[0])
+            numbers[REAL] += piece.length
+            numbers[LOSS] += loss_tokens(piece.content)
+            if piece.start == 0:
+                numbers[SAMPLES] += piece.first
+                numbers[DOCUMENTS] += 1
+                if piece.length < piece.whole:
+                    self._count_cut(piece, numbers)
+
+    def _count_cut(self, piece: Piece, numbers: list[int]) -> None:
+        if self._overflow == "truncate":
+            numbers[TRUNCATED] += 1
+            numbers[TRUNCATED_TOKENS] += piece.whole - piece.length
+        else:
+            numbers[SPLIT] += 1
 
 
 def _planning_order(piece: Piece) -> tuple[Any, ...]:

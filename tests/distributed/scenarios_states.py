@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import streamshard as ss
+from streamshard.steps.counts import as_plain
 
 PARTS = 48
 
@@ -28,12 +29,17 @@ def twice(sample):
     yield {"id": sample["id"], "copy": 1}
 
 
+def row_itself(row):
+    return {"id": row["input_ids"]}
+
+
 MODES = {  # name -> (steps, options of the dataset, items of a batch of the whole job or None, accumulation)
     "micro-batches": ((ss.Map(only_id), ss.Batch(4)), {"repeat": True}, None, 1),
     "rows": ((ss.Map(only_id),), {"repeat": True}, PARTS, 1),
     "accumulated": ((ss.Map(only_id),), {"repeat": True}, PARTS, 2),
     "finite": ((ss.Filter(even), ss.FlatMap(twice)), {"repeat": False}, 24, 1),
     "contents": ((ss.Map(only_id),), {"repeat": True, "snapshot": "contents"}, PARTS, 1),
+    "packed": ((ss.Pack(24, window=5), ss.Map(row_itself)), {"repeat": True}, PARTS, 1),
 }
 
 
@@ -66,6 +72,8 @@ def life(url, folder, number, workers, batches, way):
         wanted = None if batches == 0 and mode == "finite" else batches + (mode == "accumulated") * (batches % 2 == 0)
         got[mode] = [batch["id"].tolist() for batch in itertools.islice(loader, wanted)]
         save(loader, Path(folder) / f"{mode}-{number}")
+        if mode == "packed":
+            got["counted"] = as_plain(loader.counts(over_ranks=True))
         loader.close()
     return got
 

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 import streamshard as ss
 from streamshard.errors import StateError, UsageError
+from streamshard.steps.counts import as_plain
 from tests.conftest import write_dataset
 from tests.distributed.launch import launch
 from tests.distributed.scenarios_states import MODES, PARTS, made
@@ -51,7 +52,7 @@ def test_micro_batches_are_those_of_an_undisturbed_run_in_its_order(lives, url):
     alone.close()
 
 
-@pytest.mark.parametrize("mode", ["rows", "accumulated", "contents"])
+@pytest.mark.parametrize("mode", ["rows", "accumulated", "contents", "packed"])
 def test_batches_of_the_whole_job_are_the_same_sets_in_the_same_order(lives, url, mode):
     """`accumulated` is saved in the middle of an optimizer step, which comes again whole."""
     got = []
@@ -60,6 +61,16 @@ def test_batches_of_the_whole_job_are_the_same_sets_in_the_same_order(lives, url
         got += [sorted(step) for step in committed(mode, steps)]
     alone = made(url, mode, ss.Topology(0, 1), 0)
     assert got == [sorted(batch["id"].tolist()) for batch in itertools.islice(alone, len(got))]
+    alone.close()
+
+
+def test_counts_go_on_over_every_change_and_every_rank_gets_the_sum(lives, url):
+    alone = made(url, "packed", ss.Topology(0, 1), 0)
+    batches = iter(alone)
+    for life in lives:
+        for _ in life[0]["packed"]:
+            next(batches)
+        assert [answer["counted"] for answer in life] == [as_plain(alone.counts())] * len(life)
     alone.close()
 
 
