@@ -20,7 +20,10 @@ def code_blocks(path: Path) -> list[str]:
     "page",
     [
         "README.md",
-        *(f"docs/{name}.md" for name in ("steps", "state", "writing", "storage", "loader", "distributed")),
+        *(
+            f"docs/{name}.md"
+            for name in ("steps", "state", "writing", "storage", "loader", "distributed", "batch", "packing")
+        ),
         *(
             f"docs/frameworks/{name}.md"
             for name in ("dataloader", "stateful_dataloader", "lightning", "accelerate", "trainer", "nodes")

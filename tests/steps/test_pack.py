@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamshard as ss
+from streamshard.cli.main import main
 from streamshard.errors import DataError, StateError, UsageError
 from streamshard.order.cursor import Ref
 from streamshard.steps.carried import Carried, decode, encode
@@ -526,3 +528,28 @@ def test_a_failure_behind_pack_names_the_first_document_of_the_row(tmp_path):
     with pytest.raises(ValueError, match="no") as caught:
         next(iter(dataset))
     assert f"shard {ref.shard}, row {ref.row}" in str(caught.value.__notes__)
+
+
+def test_other_steps_on_request_say_what_comes_again_and_what_is_left_out(tmp_path, caplog):
+    directory = corpus(tmp_path)
+    dataset = ss.StreamDataset(directory, ss.Pack(24, window=7), partitions=1)
+    rows = iter(dataset)
+    while True:  # until a row has left and others wait
+        next(rows)
+        cursor = ss.state.decode_state(dataset.state_dict()).partitions[0].cursor
+        if cursor[1] and (waiting := dataset.steps[0].carried(cursor)):
+            break
+    with caplog.at_level("WARNING", logger="streamshard"):
+        ss.StreamDataset(directory, ss.Pack(32), partitions=1).load_state_dict(dataset.state_dict(), allow={"steps"})
+    assert f"the documents of {cursor[1]} rows that had left come again, and {len(waiting)} documents" in caplog.text
+
+
+def test_the_command_line_shows_what_a_checkpoint_has_counted(tmp_path, capsys):
+    directory = corpus(tmp_path)
+    dataset = ss.StreamDataset(directory, ss.Filter(odd), ss.Pack(24, window=7), ss.Batch(2), partitions=2)
+    list(itertools.islice(iter(dataset), 5))
+    (tmp_path / "state.json").write_text(json.dumps(dataset.state_dict()))
+    assert main(["state", "show", str(tmp_path / "state.json")]) == 0
+    counts, shown = dataset.counts(), capsys.readouterr().out
+    assert f"{counts.rows} rows of {counts.physical} tokens, {100 * counts.padding:.2f} % padding" in shown
+    assert f"{counts.total.samples} samples, {counts.total.documents} documents, {counts.real} tokens" in shown
