@@ -19,10 +19,11 @@ from streamshard.frameworks.track import TrackedLoader, track
 from streamshard.loader import StreamLoader, broadcast_batches
 from streamshard.map_dataset import MapDataset
 from streamshard.order.cursor import Ref
+from streamshard.sources import Mixture, Source
 from streamshard.state import merge_states
 from streamshard.steps.batch import Batch
 from streamshard.steps.contract import Segment
-from streamshard.steps.counts import Counts, SourceCounts
+from streamshard.steps.counts import Counts, SourceCounts, SourceProgress
 from streamshard.steps.filter import Filter
 from streamshard.steps.flat_map import FlatMap
 from streamshard.steps.map import Map
@@ -44,11 +45,14 @@ __all__ = [
     "GatheredState",
     "Map",
     "MapDataset",
+    "Mixture",
     "Pack",
     "Ref",
     "Segment",
     "ShardedState",
+    "Source",
     "SourceCounts",
+    "SourceProgress",
     "StateError",
     "StorageError",
     "StoragePolicy",

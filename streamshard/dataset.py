@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,18 @@ from streamshard.distributed.gather import gather_by_rank
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
 from streamshard.frameworks.callers import refuse_bare_dcp, refuse_one_file_for_all, shards_again, trainer_trains
-from streamshard.iteration import Book, Iteration, Mark, Share, dropped
+from streamshard.iteration import Book, Iteration, Mark, Plain, Share, dropped
 from streamshard.jump import start_of, state_after
-from streamshard.observe.events import Hook, StorageCounters
+from streamshard.mixing import MixedOrigin, Mixing
+from streamshard.observe.events import Hook, StorageCounters, add_counters
 from streamshard.order.cursor import innermost
 from streamshard.order.partition import ALGORITHM, OrderSpec
 from streamshard.order.rotation import Reader, check_divides, owned, raggedness, resolve_partitions
 from streamshard.prefetch.access import ShardAccess
+from streamshard.prefetch.source import Contents
 from streamshard.shard.manifest import Manifest
 from streamshard.snapshot_contents import decode_contents
+from streamshard.sources import Mixture, Source
 from streamshard.state import (
     PartitionState,
     Snapshot,
@@ -45,7 +49,7 @@ from streamshard.state import (
     decode_state,
     scope_name,
 )
-from streamshard.steps.counts import Counts
+from streamshard.steps.counts import Counts, SourceProgress
 from streamshard.steps.pipeline import (
     batch_fingerprint,
     check_steps,
@@ -60,6 +64,7 @@ from streamshard.steps.saved import held_in
 from streamshard.steps.step import Holding, Step, StepContext
 from streamshard.storage.open import CACHE_BYTES, open_store
 from streamshard.storage.policy import StoragePolicy
+from streamshard.storage.store import Store
 from streamshard.whereabouts import Whereabouts
 
 _logger = logging.getLogger("streamshard")
@@ -73,7 +78,7 @@ _CONSUMED_BY = 2  # the pass of the DataLoader whose workers have used the loade
 class StreamDataset(IterableDataset[Any]):
     """Streams the samples of a dataset in a seeded, shuffled order that does not depend on who reads which part.
 
-    source: URL or directory of a dataset written by `DatasetWriter`.
+    source: URL or directory of a dataset written by `DatasetWriter`, or a `Mixture` of several.
     steps: `Map`, `Filter`, `FlatMap`, `Batch`, applied in order inside each partition.
     seed: another seed is another order.
     shuffle: False reads in file order (with one partition per reader, no interleaving and no buffer).
@@ -106,7 +111,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def __init__(
         self,
-        source: str,
+        source: str | Mixture,
         *steps: Step,
         seed: int = 0,
         shuffle: bool = True,
@@ -136,10 +141,20 @@ class StreamDataset(IterableDataset[Any]):
             raise UsageError(f"seed={seed!r} of type {type(seed).__name__} must be an int")
         self.steps = steps
         self.topology = topology
-        self._store = open_store(
-            source, storage_options, transport=transport, policy=storage_policy, hook=on_event,
-            cache_dir=cache_dir, cache_bytes=cache_bytes,
-        )  # fmt: skip
+        _check_source(source, repeat=repeat)
+
+        def opened(url: str, options: Mapping[str, Any] | None) -> Store:
+            return open_store(
+                url, options, transport=transport, policy=storage_policy, hook=on_event, cache_dir=cache_dir,
+                cache_bytes=cache_bytes,
+            )  # fmt: skip
+
+        self._mixing = None
+        if isinstance(source, Mixture):
+            self._mixing = Mixing(source, lambda one: opened(one.url, one.storage_options or storage_options))
+            self._stores = [*self._mixing.stores.values()]
+        else:
+            self._stores = [opened(source, storage_options)]
         self._on_event = on_event
         self._order = OrderSpec(
             partitions=0,  # filled in when an iteration begins
@@ -189,14 +204,33 @@ class StreamDataset(IterableDataset[Any]):
 
     def __repr__(self) -> str:
         steps = "".join(f", {step.label}" for step in self.steps)
-        return f"StreamDataset({self._store.url!r}{steps}, seed={self._order.seed}, partitions={self._partitions})"
+        return f"StreamDataset({self._name}{steps}, seed={self._order.seed}, partitions={self._partitions})"
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest that is read, opened on first use and then kept: a commit meanwhile changes nothing."""
+        """The manifest that is read, opened on first use and then kept: a commit meanwhile changes nothing.
+
+        A `Mixture` has one for each of its datasets: `manifests`.
+        """
+        if self._mixing is not None:
+            raise UsageError(f"a Mixture has several manifests; see dataset.manifests, by source: {[*self.manifests]}")
         if self._manifest is None:
             self._manifest = load_manifest(self._store)
         return self._manifest
+
+    @property
+    def manifests(self) -> dict[str, Manifest]:
+        """The manifests that are read, by source; a plain dataset is called ""."""
+        return {"": self.manifest} if self._mixing is None else self._mixing.manifests
+
+    @property
+    def _store(self) -> Store:
+        """The first dataset's, which stands for all where any will do."""
+        return self._stores[0]
+
+    @property
+    def _name(self) -> str:
+        return repr(self._store.url if self._mixing is None else self._mixing.mixture)
 
     @property
     def epoch(self) -> int:
@@ -277,11 +311,38 @@ class StreamDataset(IterableDataset[Any]):
             counts = sum(gather_by_rank(resolve(self.topology).rank, counts), Counts())
         return counts
 
+    def sources(self, *, over_ranks: bool = False) -> dict[str, SourceProgress]:
+        """What the partitions of this rank have had of each source of a `Mixture`; see `SourceProgress`. Part of the state
+        and with `over_ranks`, like `counts`. Opens the manifests. Raises `UsageError` for a plain dataset.
+        """
+        iteration = self._current_iteration()
+        if iteration is None or self._pending is not None:
+            return self.progress(self.at_start(0), self.epoch, over_ranks=over_ranks)
+        return self.progress(iteration.partitions(), self._iteration_epoch, over_ranks=over_ranks)
+
+    def progress(
+        self, partitions: Mapping[int, PartitionState], epoch: int, *, over_ranks: bool
+    ) -> dict[str, SourceProgress]:
+        """For loaders: `sources` when `partitions` stood so."""
+        if self._mixing is None:
+            raise UsageError("sources() is about a Mixture, and this dataset reads one dataset; see counts()")
+        origin = self._mixed(self._mixing, self._partitions or 1, epoch)
+        found = [origin.drawn(p, innermost(part.cursor)) for p, part in partitions.items()]
+        if over_ranks:
+            found = [one for of in gather_by_rank(resolve(self.topology).rank, found) for one in of]
+        return {
+            path: SourceProgress(*map(sum, zip(*(of.get(path, (0, 0, 0)) for of in found), strict=True)), size)  # type: ignore[call-arg]  # three sums
+            for path, size in self._mixing.sizes.items()
+        }
+
     def storage_counters(self) -> StorageCounters:
         """What this process has asked of the store for this dataset, and what the current iteration has waited for."""
         iteration = self._counted() if self._counted is not None and self._iteration_pid == os.getpid() else None
-        counters = self._store.counters()
+        counters = self._store_counters()
         return iteration.storage_counters(counters) if iteration is not None else counters
+
+    def _store_counters(self) -> StorageCounters:
+        return reduce(add_counters, (store.counters() for store in self._stores))
 
     def _current_iteration(self) -> Iteration | None:
         """The newest iteration of this process; a forked worker also holds its parent's, which is none of its business."""
@@ -338,7 +399,7 @@ class StreamDataset(IterableDataset[Any]):
         fresh: in one without a loaded state. Changes nothing; say `lend` when the iteration stands.
         """
         # Read now: workers, and the state, must be about the same version, whatever is committed meanwhile.
-        _ = self.manifest
+        _ = self.manifests
         whole = self._current_reader()
         readers = [replace(whole, worker=w, workers=max(1, workers)) for w in range(max(1, workers))]
         return self._shares(None if fresh else self._pending, whole, readers)
@@ -369,7 +430,7 @@ class StreamDataset(IterableDataset[Any]):
 
         Only the field given as ``length_field`` to the writer is known, and only without steps, which may change it.
         """
-        if self.steps:
+        if self.steps or self._mixing is not None:
             return None
         manifest = self.manifest
         field = manifest.length_field
@@ -482,8 +543,9 @@ class StreamDataset(IterableDataset[Any]):
         """The state at the beginning of `epoch`."""
         if self._partitions is None:
             self._partitions = resolve_partitions(self._asked_partitions, reader, shuffle=self._order.shuffle)
-        begin = start_cursor(self.steps, (epoch, 0))
-        fresh = {p: PartitionState(turn=0, done=False, cursor=begin) for p in range(self._partitions)}
+        parts = self._partitions
+        sources = [(epoch, 0)] * parts if self._mixing is None else self._mixed(self._mixing, parts, epoch).starts()
+        fresh = {p: PartitionState(0, done=False, cursor=start_cursor(self.steps, at)) for p, at in enumerate(sources)}
         return Snapshot("full", {}, epoch, fresh)
 
     def _cut(self, snapshot: Snapshot, reader: Reader) -> Share:
@@ -509,7 +571,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def items_left(self, shares: Sequence[Share]) -> list[int] | None:
         """For loaders: the items that are to come in each share; None where only reading tells, see `why_uncounted`."""
-        if self._repeat or uncounted(self.steps):
+        if self._repeat or uncounted(self.steps) or self._mixing is not None:
             return None
         first = shares[0]  # all are about the same epoch
         book = Book(replace(self._order, partitions=first.parts), self._timeline(first.history))
@@ -543,6 +605,8 @@ class StreamDataset(IterableDataset[Any]):
         """For loaders: why `items_left` knows nothing."""
         if self._repeat:
             return "repeat=True has no end"
+        if self._mixing is not None:
+            return "how many samples a Mixture gives is known only after reading"
         if uncounted(self.steps):
             return f"what leaves {uncounted(self.steps)} is known only after reading"
         return "it depends on other ranks, of which the loaded state of this rank knows nothing"
@@ -559,15 +623,14 @@ class StreamDataset(IterableDataset[Any]):
 
     def open_share(self, share: Share, *, lent: bool = False) -> Iteration:
         """For loaders, with `lent`: the iteration over a share of `shares`, in this process or in a worker's."""
-        spec = replace(self._order, partitions=share.parts)
+        origin = self._origin(share)
         iteration = Iteration(
-            Book(spec, self._timeline(share.history)),
+            origin,
             self.steps,
             self._context(share.parts),
             share.live,
             share.carried,
-            budget=self._budget or self._store.look_ahead(len(share.live) * spec.interleave),
-            interleave=spec.interleave,
+            budget=self._budget or self._store.look_ahead(len(share.live) * origin.stripes),
             keep=self._snapshot == "contents",
             contents=_contents(share),
             lent=lent,
@@ -576,16 +639,28 @@ class StreamDataset(IterableDataset[Any]):
         self._counted, self._iteration_pid = weakref.ref(iteration), os.getpid()
         return iteration
 
+    def _origin(self, share: Share) -> Plain | MixedOrigin:
+        if self._mixing is not None:
+            return self._mixed(self._mixing, share.parts, share.epoch)
+        spec = replace(self._order, partitions=share.parts)
+        return Plain(Book(spec, self._timeline(share.history)), spec.interleave)
+
+    def _mixed(self, mixing: Mixing, parts: int, epoch: int) -> MixedOrigin:
+        mixing.settle(self._order.buffer)
+        return MixedOrigin(mixing, replace(self._order, partitions=parts), epoch)
+
     def _context(self, parts: int) -> StepContext:
         return StepContext(self._order.seed, parts, refs=wants_refs(self.steps), provenance=self._provenance)
 
     def dropped(self, partitions: Mapping[int, PartitionState]) -> dict[str, int]:
         """For loaders: what the steps had dropped when `partitions` stood so."""
-        return dropped(self.steps, self._context(self._partitions or 1), partitions.values())
+        parts = self._partitions or 1
+        origin = self._mixed(self._mixing, parts, 0) if self._mixing is not None else Plain(Book(self._order, []), 1)
+        return dropped(origin, self.steps, self._context(parts), partitions.values())
 
     def _report_counters(self, iteration: Iteration) -> None:
         try:
-            self._on_event(iteration.storage_counters(self._store.counters()))  # type: ignore[misc]  # only if there is one
+            self._on_event(iteration.storage_counters(self._store_counters()))  # type: ignore[misc]  # only if there is one
         except Exception:  # a hook's fault must not fail a read
             _logger.exception("on_event=%r failed", self._on_event)
 
@@ -674,6 +749,11 @@ class StreamDataset(IterableDataset[Any]):
 
     def whereabouts(self, items: int, epoch: int) -> Whereabouts:
         """For loaders: what is in which step of `items` items a rank, from the beginning of `epoch`."""
+        if self._mixing is not None:
+            raise UsageError(
+                "what is in a step of a Mixture depends on the data: who gives the next sample follows from the tokens before "
+                "it. Iterate with provenance=True and look at each sample's '__ref__'"
+            )
         self.resolve_partitions(0)
         book = Book(replace(self._order, partitions=self._partitions or 1), self._timeline(self._history))
         return Whereabouts(book, self._fingerprint(), ranks=self.ranks(), items=items, epoch=epoch)
@@ -706,6 +786,8 @@ class StreamDataset(IterableDataset[Any]):
         snapshot = decode_state(state)
         saved = dict(snapshot.fingerprint)
         history = [(int(first), str(version)) for first, version in saved.pop("history", [])]
+        if self._mixing is not None or "mixture" in saved:
+            self._load_mixture(saved, allowed="mixture" in allow)
         current = self._fingerprint()
         current.pop("history", None)
         current["partitions"] = self._asked_partitions
@@ -725,6 +807,14 @@ class StreamDataset(IterableDataset[Any]):
             self._load_epoch(snapshot)
         self._pending_pid, self._rest_first = os.getpid(), False
         self._pending = replace(snapshot, fingerprint=self._fingerprint(), partitions=partitions)
+
+    def _load_mixture(self, saved: dict[str, Any], *, allowed: bool) -> None:
+        """Take over a state's mixture; in `saved` it is as this dataset's then."""
+        if self._mixing is None or "mixture" not in saved:
+            one, other = ("a Mixture", "one dataset") if self._mixing is None else ("one dataset", "a Mixture")
+            raise StateError(f"the state was saved with {one}, and this dataset reads {other}: pass the same source")
+        self._mixing.load(saved["mixture"], saved["dataset"], self._order.buffer, allowed=allowed)
+        saved["mixture"], saved["dataset"] = self._mixing.versions, self._mixing.datasets
 
     def _load_epoch(self, snapshot: Snapshot) -> None:
         """The epoch that comes after the loaded state. All workers load states of the same epoch, some perhaps of its end:
@@ -753,7 +843,7 @@ class StreamDataset(IterableDataset[Any]):
         spec = self._order
         found: dict[str, Any] = {
             "algorithm": ALGORITHM,
-            "dataset": self.manifest.version,
+            "dataset": self.manifest.version if self._mixing is None else self._mixing.datasets,
             "seed": spec.seed,
             "shuffle": spec.shuffle,
             "shuffle_buffer": spec.buffer,
@@ -765,6 +855,8 @@ class StreamDataset(IterableDataset[Any]):
             "steps": steps_fingerprint(self.steps),
             "batch": batch_fingerprint(self.steps),
         }
+        if self._mixing is not None:
+            found["mixture"] = self._mixing.settle(spec.buffer)
         if self._history:
             found["history"] = [list(entry) for entry in self._history]
         return found
@@ -776,6 +868,16 @@ def left_in_the_middle(epoch: int) -> str:
         f"a new iteration begins while the last one was left in the middle: it starts at the beginning of epoch {epoch} again, "
         f"and samples already delivered come a second time. To go on, load a state first"
     )
+
+
+def _check_source(source: object, *, repeat: bool) -> None:
+    if isinstance(source, Mixture) and source.never_ends and not repeat:
+        raise UsageError(
+            f"{source!r} never ends, since a source of it is repeated for ever: pass repeat=True, or give it max_epochs=, or "
+            f"exhausted='drop' or 'stop'"
+        )
+    if isinstance(source, Source):
+        raise UsageError(f"a Source belongs into a Mixture; pass StreamDataset({source.url!r}, step, ...)")
 
 
 def _tell_what_is_lost(steps: list[dict[str, Any]], partitions: Mapping[int, PartitionState]) -> None:
@@ -796,8 +898,8 @@ def _keeps_workers(snapshot: Snapshot, reader: Reader) -> bool:
     return len(snapshot.workers) == readers > 1
 
 
-def _contents(share: Share) -> dict[int, dict[tuple[int, int], Any]]:
-    found: dict[int, dict[tuple[int, int], Any]] = {}
+def _contents(share: Share) -> dict[int, Contents]:
+    found: dict[int, Contents] = {}
     for blob in share.contents.values():
         found.update({p: samples for p, samples in decode_contents(blob).items() if p in share.live})
     return found

@@ -1,7 +1,8 @@
 """The samples of a ``snapshot="contents"`` state: packed for a checkpoint, and back.
 
 One zstd frame for all partitions of a holder, samples in reading order: separate frames would compress small buffers
-badly. Contents are a cache {(epoch, read): sample as stored} that a resume asks before the store, never a second truth.
+badly. Contents are a cache {(source path, epoch, read): sample as stored} that a resume asks before the store, never a
+second truth.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ _FRAME_BYTES = 128 << 20  # samples of one frame, uncompressed: one frame for mo
 
 
 def encode_contents(kept: Mapping[int, Sequence[Kept]]) -> bytes:
-    """`kept` by partition, each in ascending (epoch, read), as msgpack: places, and frames of packed samples."""
+    """`kept` by partition, each source's in ascending (epoch, read), as msgpack: places, and frames of packed samples."""
     places = []
     for p, samples in kept.items():
-        epochs: dict[int, list[int]] = {}
-        for epoch, read, _ in samples:
-            epochs.setdefault(epoch, []).append(read)
-        places.append([p, [[epoch, np.diff(reads, prepend=0).tolist()] for epoch, reads in epochs.items()]])
+        epochs: dict[tuple[str, int], list[int]] = {}
+        for path, epoch, read, _ in samples:
+            epochs.setdefault((path, epoch), []).append(read)
+        places.append(
+            [p, [[epoch, np.diff(reads, prepend=0).tolist(), path] for (path, epoch), reads in epochs.items()]]
+        )
     packed = [sample.packed for samples in kept.values() for sample in samples]
     return pack({"places": places, "frames": [[len(plain), compress(plain)] for plain in _frames(packed)]})
 
@@ -46,17 +49,17 @@ def _array(packed: list[bytes]) -> bytes:
     return b"".join([b"\xdd", len(packed).to_bytes(4, "big"), *packed])
 
 
-def decode_contents(blob: bytes) -> dict[int, dict[tuple[int, int], Sample]]:
-    """{partition: {(epoch, read): sample}}. Raises `StateError` for damaged bytes."""
-    contents: dict[int, dict[tuple[int, int], Sample]] = {}
+def decode_contents(blob: bytes) -> dict[int, dict[tuple[str, int, int], Sample]]:
+    """{partition: {(source path, epoch, read): sample}}. Raises `StateError` for damaged bytes."""
+    contents: dict[int, dict[tuple[str, int, int], Sample]] = {}
     try:
         stored = unpack(blob)
         samples = chain.from_iterable(unpack(decompress(frame, size)) for size, frame in stored["frames"])
         for p, epochs in stored["places"]:
             found = contents.setdefault(p, {})
-            for epoch, steps in epochs:
+            for epoch, steps, *path in epochs:
                 for read in accumulate(steps):
-                    found[epoch, read] = next(samples)
+                    found[path[0] if path else "", epoch, read] = next(samples)
     except (StreamshardError, TypeError, KeyError, ValueError, OverflowError, StopIteration) as error:
         raise StateError(
             f"the contents of the state are damaged ({error}); resume from an earlier checkpoint"

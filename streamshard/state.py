@@ -29,7 +29,7 @@ from streamshard.order.cursor import Cursor, freeze
 from streamshard.order.rotation import Reader, divisors
 
 FORMAT = 1
-ALLOWED = ("batch", "dataset", "steps")
+ALLOWED = ("batch", "dataset", "mixture", "steps")
 
 State = dict[str, Any]
 

@@ -12,7 +12,7 @@ from streamshard.frameworks.callers import lightning_trains, refuse_bare_dcp, re
 from streamshard.iteration import Mark, Share
 from streamshard.loading.position import Position
 from streamshard.state import State
-from streamshard.steps.counts import Counts
+from streamshard.steps.counts import Counts, SourceProgress
 
 _logger = logging.getLogger("streamshard")
 
@@ -157,6 +157,15 @@ class PositionedLoader:
         if position is None or self.dataset.has_pending_state:
             return self.dataset.count(self.dataset.at_start(self._reading()).values(), over_ranks=over_ranks)
         return self.dataset.count(position.partitions().values(), over_ranks=over_ranks)
+
+    def sources(self, *, over_ranks: bool = False) -> dict[str, SourceProgress]:
+        """As `StreamDataset.sources`, of what was handed out."""
+        position = self._position
+        if position is None or self.dataset.has_pending_state:
+            return self.dataset.progress(
+                self.dataset.at_start(self._reading()), self.dataset.epoch, over_ranks=over_ranks
+            )
+        return self.dataset.progress(position.partitions(), position.epoch, over_ranks=over_ranks)
 
     # -------------------------------------------------------------------------------------------------------- state
 

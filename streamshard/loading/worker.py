@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from streamshard.dataset import StreamDataset
-from streamshard.iteration import Iteration, Mark, PartitionRun, PlainRun, Share
+from streamshard.iteration import Iteration, Mark, Run, Share
 from streamshard.loading.parts import Part, encode, encode_rows
 from streamshard.loading.shared_memory import Segment
 from streamshard.order.cursor import Cursor
 from streamshard.order.rotation import Rotation
 
-Rotating = Rotation[PartitionRun | PlainRun]
+Rotating = Rotation[Run]
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class _Former:
         self._rotation = rotation
         self._parts = parts
 
-    def _passes(self) -> Iterator[tuple[list[Any], int, list[PartitionRun | PlainRun]]]:
+    def _passes(self) -> Iterator[tuple[list[Any], int, list[Run]]]:
         """The items of a part as the rotation gives them, pass by pass: (items, turn, runs), see `Rotation.step`."""
         wanted = self._job.part_rows
         while wanted:
@@ -239,7 +239,7 @@ class _Former:
         """What the pipeline gave, or a whole batch of the user's collate; None at the end."""
         items: list[Any] = []
         slot = -1
-        changed: dict[int, PartitionRun | PlainRun] = {}
+        changed: dict[int, Run] = {}
         for got, turn, runs in self._passes():
             if got and not items:
                 slot = turn * self._parts + runs[0].p

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,18 @@ class StorageCounters:
     decoding_s: float = 0.0
     lookahead_bytes: int = 0
     lookahead_peak: int = 0
+
+
+def add_counters(one: StorageCounters, other: StorageCounters) -> StorageCounters:
+    """Of two stores together; `limit` is the lower one."""
+    added = {
+        f.name: getattr(one, f.name) + getattr(other, f.name)
+        for f in fields(StorageCounters)
+        if f.name not in ("retries", "limit")
+    }
+    causes = {*one.retries, *other.retries}
+    retries = {cause: one.retries.get(cause, 0) + other.retries.get(cause, 0) for cause in sorted(causes)}
+    return StorageCounters(retries=retries, limit=min(one.limit, other.limit), **added)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,21 @@ class Ref(NamedTuple):
     row: int
 
 
-def innermost(cursor: Cursor) -> tuple[int, int]:
-    """The source's (epoch, k) inside a cursor of any pipeline."""
+MIX = "mix"  # begins a mixture's cursor; see steps/mixture.py
+
+
+def innermost(cursor: Cursor) -> Cursor:
+    """The source's own cursor inside that of any pipeline: (epoch, k), or a mixture's."""
     while isinstance(cursor[0], tuple):
         cursor = cursor[0]
-    return cursor[0], cursor[1]
+    return cursor if cursor[0] == MIX else cursor[:2]
+
+
+def with_innermost(cursor: Cursor, inner: Cursor) -> Cursor:
+    """`cursor` with another one of its source."""
+    if not isinstance(cursor[0], tuple):
+        return inner
+    return with_innermost(cursor[0], inner), *cursor[1:]
 
 
 def freeze(value: Any) -> Any:

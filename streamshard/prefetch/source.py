@@ -24,13 +24,14 @@ from streamshard.shard.records import Sample, pack_sample
 
 _DRAWS = 1024  # draws per vectorised call
 
-Contents = Mapping[tuple[int, int], Sample]  # (epoch, read) -> sample as stored
+Contents = Mapping[tuple[str, int, int], Sample]  # (source path, epoch, read) -> sample as stored
 
 
 class Book(Protocol):
     """Where a source looks up an epoch: its order, and access to the dataset version it was made for."""
 
-    repeat: bool
+    def last(self, epoch: int) -> int | None:
+        """The epoch with which a reader that is in `epoch` ends; None: it goes on for ever."""
 
     def epoch(self, number: int) -> tuple[EpochOrder, ShardAccess]:
         """The order of epoch `number` and the shards it is about."""
@@ -39,6 +40,7 @@ class Book(Protocol):
 class Kept(NamedTuple):
     """A sample for a ``contents`` snapshot: where it was read, and its packed bytes."""
 
+    path: str
     epoch: int
     read: int
     packed: bytes
@@ -72,7 +74,7 @@ class PartitionSource:
         self._tracked = tracked or provenance or keep
         self._provenance = provenance
         self._keep = keep
-        self._contents = contents or {}
+        self._contents = {(epoch, read): sample for (of, epoch, read), sample in (contents or {}).items() if of == path}
         self._current: tuple[int, int] = (-1, -1)
         self._emitted_before: int = -self.k
         # For contents: samples read and not forgotten, as read until they are emitted and packed from then on, because
@@ -181,14 +183,16 @@ class PartitionSource:
                         held.append(next(reads))
                     self.k = k = k + 1
                     yield sample
-            if self._book.repeat:
+            last = self._book.last(self.epoch)
+            ends = last is not None and self.epoch >= last
+            if not ends:
                 following = self._open(self.epoch + 1, 0)  # its first blocks arrive while this epoch drains
             for slot in buffer.drain_order()[k - buffer.drain_from :].tolist():
                 sample = held[slot]
                 held[slot] = None
                 self.k = k = k + 1
                 yield sample
-            if not self._book.repeat:
+            if ends:
                 self.finished = True
                 return
             self._emitted_before += self.k
@@ -215,8 +219,9 @@ class PartitionSource:
             self._retained[self.epoch, read] = sample
         return entry
 
-    def forget(self, base: Place, named: Set[Place] = frozenset()) -> None:
-        """No cursor before `base` will be asked for again: let go of samples emitted up to it, but for those in `named`."""
+    def forget(self, base: Cursor, needed: Set[tuple[str, int, int]] = frozenset()) -> None:
+        """No cursor before `base` will be asked for again: let go of samples emitted up to it, but for those `needed`."""
+        named = {(epoch, k) for path, epoch, k in needed if path == self._path}
         self._waiting = {place: read for place, read in self._waiting.items() if place in named or self._let_go(read)}
         while self._emitted and self._emitted[0][0] <= base:
             place, read = self._emitted.popleft()
@@ -232,9 +237,9 @@ class PartitionSource:
     def kept(self) -> list[Kept]:
         """What a resume at the base of the last `forget`, or later, need not read again, by (epoch, read)."""
         if not self._started:  # nothing was read yet: what we were given is still what a resume needs
-            return [Kept(*place, pack_sample(sample)) for place, sample in sorted(self._contents.items())]
+            return [Kept(self._path, *place, pack_sample(sample)) for place, sample in sorted(self._contents.items())]
         retained = self._retained.copy()  # at once, whatever the reading thread does
-        return [Kept(*place, self._packed(place, retained[place])) for place in sorted(retained)]
+        return [Kept(self._path, *place, self._packed(place, retained[place])) for place in sorted(retained)]
 
     def _packed(self, place: tuple[int, int], entry: Sample | bytes) -> bytes:
         """`entry` as stored. If it has been emitted a step may be changing it: what was packed before that is right."""
@@ -258,7 +263,14 @@ class _PartitionReads:
     """
 
     def __init__(
-        self, part: PartitionOrder, access: ShardAccess, ahead: ReadAhead, k: int, *, tracked: bool, contents: Contents
+        self,
+        part: PartitionOrder,
+        access: ShardAccess,
+        ahead: ReadAhead,
+        k: int,
+        *,
+        tracked: bool,
+        contents: Mapping[Place, Sample],
     ) -> None:
         self.buffer = ShuffleBuffer(part)
         self._part = part

@@ -88,6 +88,28 @@ class Counts:
         return total.split / total.documents if total.documents else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class SourceProgress:
+    """What a mixture has had of a source: samples and tokens that were mixed, stored samples taken up for it, and how many the
+    source has.
+    """
+
+    samples: int
+    tokens: int
+    taken: int
+    size: int
+
+    @property
+    def epochs(self) -> float:
+        """How often the source has been read."""
+        return self.taken / self.size
+
+    @property
+    def repeats(self) -> int:
+        """Stored samples that were taken up again."""
+        return max(0, self.taken - self.size)
+
+
 _NAMES = [f.name for f in fields(SourceCounts)]
 # Places of a source's numbers in a `Tally`.
 SAMPLES, DOCUMENTS, REAL, LOSS, SPLIT, TRUNCATED, TRUNCATED_TOKENS, DROPPED, DROPPED_TOKENS = range(len(_NAMES))

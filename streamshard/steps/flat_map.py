@@ -37,6 +37,10 @@ class FlatMap:
     def start(self, inner: Cursor) -> Cursor:
         return inner, 0, 0, 0
 
+    def border(self, cursor: Cursor) -> bool:
+        """Whether all outputs of an item have left."""
+        return bool(cursor[1] == 0)
+
     def inner(self, cursor: Cursor) -> Cursor:
         upstream: Cursor = cursor[0]
         return upstream

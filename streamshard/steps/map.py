@@ -65,6 +65,10 @@ class Map:
     def start(self, inner: Cursor) -> Cursor:
         return inner if self.batch is None else (inner, 0)
 
+    def border(self, cursor: Cursor) -> bool:
+        """Whether all outputs of a group have left."""
+        return self.batch is None or bool(cursor[1] == 0)
+
     def inner(self, cursor: Cursor) -> Cursor:
         return cursor if self.batch is None else cursor[0]
 

@@ -103,6 +103,10 @@ class Pack:
     def start(self, inner: Cursor) -> Cursor:
         return first_of_concat(inner) if self.algorithm == "concat" else first_cursor(inner)
 
+    def border(self, cursor: Cursor) -> bool:
+        """Whether all rows of a window have left: the next is planned when its documents are read."""
+        return self.algorithm == "concat" or bool(cursor[1] == 0)
+
     def inner(self, cursor: Cursor) -> Cursor:
         upstream: Cursor = cursor[0] if self.algorithm == "concat" else cursor[0][0]
         return upstream

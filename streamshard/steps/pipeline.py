@@ -62,7 +62,8 @@ def open_stages(
     stage: Stage = (first := source(cursors.pop()))
     for place, step in enumerate(steps):
         past = StepsPast(steps[:place], first, context)
-        stage = step.open(stage, cursors.pop(), replace(context, place=place, past=past))
+        named = f"{context.prefix}{place}" if context.prefix else place
+        stage = step.open(stage, cursors.pop(), replace(context, place=named, past=past))
     return stage
 
 
@@ -119,10 +120,21 @@ def uncounted(steps: Sequence[Step]) -> str | None:
     return None
 
 
-def still_needed(steps: Sequence[Step], cursor: Cursor) -> frozenset[tuple[int, int]]:
-    """(epoch, k) of samples emitted before the source's place in `cursor` that a resume from it reads again."""
+Needed = frozenset[tuple[str, int, int]]  # (source path, epoch, k) of samples
+
+
+def still_needed(steps: Sequence[Step], cursor: Cursor) -> Needed:
+    """Samples emitted before the source's place in `cursor` that a resume from it reads again."""
     held = _holding(steps, cursor)
-    return frozenset(piece.identity[1:3] for step, own in held for piece in step.carried(own))
+    return frozenset(piece.identity[:3] for step, own in held for piece in step.carried(own))
+
+
+def at_border(steps: Sequence[Step], cursor: Cursor) -> bool:
+    """Whether no step holds anything at `cursor`: what comes next depends on what the source gives next, and on nothing
+    that was planned before.
+    """
+    cursors = _cursors(steps, cursor)
+    return all(step.border(own) for step, own in zip(reversed(steps), cursors, strict=False) if hasattr(step, "border"))
 
 
 def counted(steps: Sequence[Step], cursor: Cursor) -> Counts | None:

@@ -34,13 +34,15 @@ class Past(Protocol):
 class StepContext:
     """What a stage may know of its surroundings.
 
-    `place` is the step's position in the pipeline, from 0; `refs` says that refs of single items will be asked for,
-    `provenance` that samples carry theirs in a field. `pools` has the threads of steps that use some. `past`: see there.
+    `place` is the step's position in the pipeline, from 0; for steps of a mixture's source a name that begins with `prefix`.
+    `refs` says that refs of single items will be asked for, `provenance` that samples carry theirs in a field. `pools` has the
+    threads of steps that use some. `past`: see there.
     """
 
     seed: int
     partitions: int
-    place: int = 0
+    place: int | str = 0
+    prefix: str = ""
     refs: bool = False
     provenance: bool = False
     pools: Pools | None = None

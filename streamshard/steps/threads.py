@@ -22,9 +22,9 @@ class Pools:
 
     def __init__(self, held: int) -> None:
         self._held = max(1, held)
-        self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._pools: dict[int | str, ThreadPoolExecutor] = {}
 
-    def pool(self, place: int, threads: int) -> ThreadPoolExecutor:
+    def pool(self, place: int | str, threads: int) -> ThreadPoolExecutor:
         """The pool of the step at `place`."""
         if place not in self._pools:
             self._pools[place] = ThreadPoolExecutor(threads, thread_name_prefix="streamshard-map")

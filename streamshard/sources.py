@@ -1,0 +1,336 @@
+"""`Mixture` and `Source`: what a dataset reads when it reads several. Descriptions only; `mixing.py` reads.
+
+A mixture is *resolved* into plain values once: weights as integers, each source's share of the shuffle buffer and its place in
+the order. These are kept in the state and never computed again, so that a source's own order does not move when others change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from streamshard.errors import DataError, StateError, UsageError
+from streamshard.order.mixture import Plan, buffers, integer_weights
+from streamshard.steps.pipeline import batch_fingerprint, check_steps, steps_fingerprint
+from streamshard.steps.step import Step
+
+_EXHAUSTED = ("repeat", "stop", "drop")
+_UNITS = ("tokens", "samples")
+
+WeightsGiven = Mapping[str, float] | Sequence[float]
+
+
+@dataclass(frozen=True, init=False)
+class Source:
+    """A dataset in a mixture, with steps of its own, applied before it is mixed.
+
+    storage_options: of this source; default those of the `StreamDataset`.
+    """
+
+    url: str
+    steps: tuple[Step, ...]
+    storage_options: Mapping[str, Any] | None
+
+    def __init__(self, url: str, *steps: Step, storage_options: Mapping[str, Any] | None = None) -> None:
+        check_steps(steps)
+        object.__setattr__(self, "url", url)
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "storage_options", storage_options)
+
+
+class Mixture:
+    """Several sources in exact proportions, everywhere and at every moment.
+
+    sources: name -> URL, `Source` with steps of its own, or another `Mixture`.
+    weights: name -> share, or shares in the order of the sources; any positive numbers. 0 parks a source: it keeps its place.
+    unit: what is divided, ``"tokens"`` or ``"samples"``. Tokens are those of the samples that leave the source's own steps.
+    exhausted: what happens when a source has given all it has, for all sources or by name. ``"repeat"``: it begins its next
+        epoch, in another order. ``"drop"``: it leaves, and the others share its part. ``"stop"``: the mixture ends.
+    max_epochs: how often a source is read before it leaves, with ``"repeat"``; for all sources or by name.
+    schedule: ``[(tokens, weights), ...]``: other weights from so many tokens of the mixture on. Each partition switches when
+        its own tokens reach its share of them.
+    length: the field that has a sample's tokens, or their number; default ``input_ids`` or ``tokens``, as for `Pack`.
+
+    Raises `UsageError` for weights that are negative, all zero, or of unknown sources, and for schedules out of order.
+    Immutable. docs/mixture.md has the guarantees.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str | Source | Mixture],
+        weights: WeightsGiven | None = None,
+        *,
+        unit: str = "tokens",
+        exhausted: str | Mapping[str, str] = "repeat",
+        max_epochs: int | Mapping[str, int] | None = None,
+        schedule: Sequence[tuple[int, WeightsGiven]] = (),
+        length: str | None = None,
+    ) -> None:
+        _check_sources(sources)
+        self.sources: dict[str, Source | Mixture] = {
+            name: source if isinstance(source, Source | Mixture) else Source(source) for name, source in sources.items()
+        }
+        if unit not in _UNITS:
+            raise UsageError(f"Mixture(unit={unit!r}): choose one of {', '.join(map(repr, _UNITS))}")
+        if length is not None and not isinstance(length, str):
+            raise UsageError(f"Mixture(length={length!r}): pass the name of a field")
+        self.unit = unit
+        self.length = length
+        self.exhausted = self._by_name("exhausted", exhausted, "repeat")
+        for name, policy in self.exhausted.items():
+            if policy not in _EXHAUSTED:
+                raise UsageError(
+                    f"Mixture(exhausted=...): {policy!r} for source {name!r}; choose one of {', '.join(map(repr, _EXHAUSTED))}"
+                )
+        self.max_epochs = self._by_name("max_epochs", max_epochs, None)
+        self._check_max_epochs()
+        self.plan = self._plan(weights, schedule)
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(self.sources)})"
+
+    def _by_name(self, argument: str, given: Any, default: Any) -> dict[str, Any]:
+        if not isinstance(given, Mapping):
+            return dict.fromkeys(self.sources, default if given is None else given)
+        self._check_names(argument, given)
+        return {name: given.get(name, default) for name in self.sources}
+
+    def _check_names(self, argument: str, given: Mapping[str, Any]) -> None:
+        unknown = [name for name in given if name not in self.sources]
+        if unknown:
+            raise UsageError(
+                f"Mixture({argument}=...): no source is called {unknown[0]!r}; there are {[*self.sources]}"
+            )
+
+    def _check_max_epochs(self) -> None:
+        for name, most in self.max_epochs.items():
+            if most is None:
+                continue
+            if type(most) is not int or most < 1:
+                raise UsageError(f"Mixture(max_epochs=...): {most!r} for source {name!r}; pass an int >= 1")
+            if isinstance(self.sources[name], Mixture):
+                raise UsageError(
+                    f"Mixture(max_epochs=...): source {name!r} is a mixture, which has no epochs of its own; give them to its "
+                    f"sources"
+                )
+            if self.exhausted[name] != "repeat":
+                raise UsageError(
+                    f"Mixture(max_epochs=...): source {name!r} has exhausted={self.exhausted[name]!r}, which reads it once; "
+                    f"leave one of the two out"
+                )
+
+    def _plan(self, weights: WeightsGiven | None, schedule: Sequence[tuple[int, WeightsGiven]]) -> Plan:
+        entries = [(0, weights)] if weights is not None else []
+        for entry in schedule:
+            if not isinstance(entry, Sequence) or len(entry) != 2 or type(entry[0]) is not int or entry[0] < 0:
+                raise UsageError(f"Mixture(schedule=...): {entry!r}; pass (tokens, weights) pairs, tokens an int >= 0")
+            entries.append((entry[0], entry[1]))
+        starts = [start for start, _ in entries]
+        if starts[:1] != [0]:
+            raise UsageError("Mixture: pass weights=, or a schedule= that begins at 0 tokens")
+        if any(later <= earlier for earlier, later in pairwise(starts)):
+            raise UsageError(f"Mixture(schedule=...): the token counts {starts} must rise")
+        segments = tuple((start, integer_weights(self._weights(given))) for start, given in entries)
+        return Plan(segments, tokens=self.unit == "tokens")
+
+    def _weights(self, given: WeightsGiven) -> list[float]:
+        if isinstance(given, Mapping):
+            self._check_names("weights", given)
+            absent = [name for name in self.sources if name not in given]
+            if absent:
+                raise UsageError(f"Mixture(weights=...): source {absent[0]!r} has none; pass 0 to park it")
+            given = [given[name] for name in self.sources]
+        if len(given) != len(self.sources):
+            raise UsageError(f"Mixture(weights={given!r}): pass one for each of {[*self.sources]}")
+        for name, weight in zip(self.sources, given, strict=True):
+            if not isinstance(weight, int | float | Fraction) or not 0 <= weight < float("inf"):
+                raise UsageError(f"Mixture(weights=...): {weight!r} for source {name!r}; pass a number >= 0")
+        if not any(given):
+            raise UsageError(f"Mixture(weights={[*given]}): all are 0, so nothing would be read")
+        return [*given]
+
+    @property
+    def never_ends(self) -> bool:
+        """Whether some source goes on for ever and none ends the mixture."""
+        if "stop" in self.exhausted.values():
+            return False
+        return any(
+            policy == "repeat" and self.max_epochs[name] is None and self.plan.largest[place]
+            for place, (name, policy) in enumerate(self.exhausted.items())
+        )
+
+    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Source]]:
+        """(path, source) of every dataset in it, also in nested mixtures, in the order of listing."""
+        for name, source in self.sources.items():
+            if isinstance(source, Mixture):
+                yield from source.leaves(f"{prefix}{name}/")
+            else:
+                yield prefix + name, source
+
+    def tokens_of(self) -> Callable[[Any], int]:
+        """A function that says how many tokens an item has; 0 where that is not known and does not matter."""
+        return Length(self.length, needed=self.unit == "tokens" or len(self.plan.segments) > 1)
+
+
+def _check_sources(sources: object) -> None:
+    if not isinstance(sources, Mapping) or not sources:
+        raise UsageError(f"Mixture({sources!r}): pass a mapping of names to URLs, Sources or Mixtures")
+    for name, source in sources.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise UsageError(f"Mixture: a source is called {name!r}; pass text without '/'")
+        if not isinstance(source, str | Source | Mixture):
+            cure = "a StreamDataset has an order of its own: pass its URL, with steps as Source(url, step, ...)"
+            raise UsageError(f"Mixture: source {name!r} is a {type(source).__name__}; {cure}")
+
+
+class Length:
+    """How many tokens an item has: an int in its field, or a value for each token."""
+
+    def __init__(self, field: str | None, *, needed: bool) -> None:
+        self._needed = needed
+        self._fields = ("input_ids", "tokens") if field is None else (field,)
+
+    def __call__(self, item: Any) -> int:
+        """Raises `DataError` naming the field, what is there, and the cure."""
+        for name in self._fields:
+            value = item.get(name) if isinstance(item, Mapping) else None
+            if value is not None:
+                return int(value) if isinstance(value, int) else len(value)
+        if not self._needed:
+            return 0
+        found = sorted(item) if isinstance(item, Mapping) else f"a {type(item).__name__}"
+        raise DataError(
+            f"a Mixture counts tokens, and a sample has none in {' or '.join(map(repr, self._fields))}; it has {found}. Name "
+            f"the field with Mixture(length=...), make it in a Map of the Source, or mix with unit='samples'"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ resolved
+
+Resolved = dict[str, Any]  # JSON-safe: what of a mixture is kept in the state
+
+
+def resolve(
+    mixture: Mixture, slots: int, sizes: Mapping[str, int], earlier: Resolved | None = None, prefix: str = ""
+) -> Resolved:
+    """A mixture in plain values. slots: of the shuffle buffer. sizes: samples of each dataset by path.
+
+    earlier: what an earlier life resolved; its sources keep their order, their buffers and their places, new ones follow.
+    """
+    known = {} if earlier is None else {source["name"]: source for source in earlier["sources"]}
+    names = [*known, *(name for name in mixture.sources if name not in known)]
+    listed = [*mixture.sources]
+    largest = [mixture.plan.largest[listed.index(name)] for name in names]
+    sources = []
+    for name, share in zip(names, buffers(slots, largest), strict=True):
+        source, policy = mixture.sources[name], mixture.exhausted[name]
+        old = known.get(name, {})
+        found: Resolved = {
+            "name": name, "exhausted": policy, "max_epochs": mixture.max_epochs[name],
+            "buffer": old.get("buffer", share),
+        }  # fmt: skip
+        if isinstance(source, Mixture):
+            found["mixture"] = resolve(source, found["buffer"], sizes, old.get("mixture"), f"{prefix}{name}/")
+        else:
+            found["steps"], found["batch"] = steps_fingerprint(source.steps), batch_fingerprint(source.steps)
+            if "offset" in old:
+                found["offset"] = old["offset"]
+        sources.append(found)
+    resolved: Resolved = {
+        "unit": mixture.unit,
+        "length": mixture.length,
+        "segments": [
+            [start, [weights[listed.index(name)] for name in names]] for start, weights in mixture.plan.segments
+        ],
+        "sources": sources,
+    }
+    if not prefix:
+        _place(resolved, sizes)
+    return resolved
+
+
+def _place(resolved: Resolved, sizes: Mapping[str, int]) -> None:
+    """Offsets for datasets that have none: behind all that were there before, in the order of listing."""
+    leaves = dict(resolved_leaves(resolved))
+    end = sum(sizes[path] for path, leaf in leaves.items() if "offset" in leaf)
+    for path, leaf in leaves.items():
+        if "offset" not in leaf:
+            leaf["offset"] = end
+            end += sizes[path]
+
+
+def resolved_leaves(resolved: Resolved, prefix: str = "") -> Iterator[tuple[str, Resolved]]:
+    """(path, resolved source) of every dataset."""
+    for source in resolved["sources"]:
+        path = prefix + source["name"]
+        if "mixture" in source:
+            yield from resolved_leaves(source["mixture"], f"{path}/")
+        else:
+            yield path, source
+
+
+def plan_of(resolved: Resolved) -> Plan:
+    """Its weights."""
+    segments = tuple((start, tuple(weights)) for start, weights in resolved["segments"])
+    return Plan(segments, tokens=resolved["unit"] == "tokens")
+
+
+def changes(earlier: Resolved, now: Mixture, prefix: str = "") -> list[str]:
+    """What differs, in words. Raises `StateError` for what cannot be changed in a run."""
+    found = []
+    for name, was, asked in (("unit", earlier["unit"], now.unit), ("length", earlier["length"], now.length)):
+        if was != asked:
+            raise StateError(
+                f"the state was saved with a Mixture of {name}={was!r}, and this one has {name}={asked!r}: pass the "
+                f"first, or start a new run"
+            )
+    known = {source["name"]: source for source in earlier["sources"]}
+    for name in known:
+        if name not in now.sources:
+            raise StateError(
+                f"source {prefix + name!r} of the state is not in this Mixture: list it with weight 0, which parks it, so that "
+                f"it keeps its place"
+            )
+    for name, source in now.sources.items():
+        if name not in known:
+            found.append(f"source {prefix + name!r} is new")
+        else:
+            found += _source_changes(known[name], source, now, prefix + name)
+    found += _weight_changes(earlier, now, prefix)
+    return found
+
+
+def _source_changes(was: Resolved, source: Source | Mixture, now: Mixture, path: str) -> list[str]:
+    if isinstance(source, Mixture) != ("mixture" in was):
+        raise StateError(f"source {path!r} is a mixture on one side only: give it another name")
+    found = []
+    if isinstance(source, Mixture):
+        found += changes(was["mixture"], source, f"{path}/")
+    elif (was["steps"], was["batch"]) != (steps_fingerprint(source.steps), batch_fingerprint(source.steps)):
+        raise StateError(f"source {path!r} has other steps than in the state: use the same, or give it another name")
+    for name, asked in (("exhausted", now.exhausted), ("max_epochs", now.max_epochs)):
+        if was[name] != asked[was["name"]]:
+            found.append(f"{name} of source {path!r} was {was[name]!r} and is {asked[was['name']]!r}")
+    return found
+
+
+def _weight_changes(earlier: Resolved, now: Mixture, prefix: str) -> list[str]:
+    def by_name(names: Sequence[str], segments: Any) -> list[tuple[int, dict[str, int]]]:
+        return [(start, {n: w for n, w in zip(names, weights, strict=True) if w}) for start, weights in segments]
+
+    was = by_name([source["name"] for source in earlier["sources"]], earlier["segments"])
+    asked = by_name([*now.sources], now.plan.segments)
+    where = f" of {prefix.rstrip('/')!r}" if prefix else ""
+    return [] if was == asked else [f"the weights{where} were {_said(was)} and are {_said(asked)}"]
+
+
+def _said(segments: list[tuple[int, dict[str, int]]]) -> str:
+    shares = [
+        (f"from {start} tokens " if start else "")
+        + str({n: float(f"{w / sum(ws.values()):.6g}") for n, w in ws.items()})
+        for start, ws in segments
+    ]
+    return ", ".join(shares)
