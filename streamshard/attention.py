@@ -54,8 +54,8 @@ def varlen(batch: Batch) -> tuple[torch.Tensor, int]:
     """
     ids, ends = _segment_ids(batch), batch["cu_seqlens"]
     rows, tokens = ids.shape
-    begins = torch.arange(0, rows * tokens, tokens, dtype=torch.int32, device=ends.device)
-    return torch.cat([(ends + begins[:, None]).flatten(), ends.new_tensor([rows * tokens])]), tokens
+    begins = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=ends.device)
+    return torch.cat([(ends + begins[:-1, None]).flatten(), begins[-1:]]), tokens
 
 
 def flatten(batch: Batch) -> dict[str, Any]:

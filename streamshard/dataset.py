@@ -55,10 +55,12 @@ from streamshard.steps.pipeline import (
     check_steps,
     counted,
     items_left,
+    reached,
     start_cursor,
     steps_fingerprint,
     uncounted,
     wants_refs,
+    window,
 )
 from streamshard.steps.saved import held_in
 from streamshard.steps.step import Holding, Step, StepContext
@@ -291,21 +293,43 @@ class StreamDataset(IterableDataset[Any]):
 
         Raises `UsageError` without a step that counts, such as `Pack`.
         """
-        iteration = self._current_iteration()
-        if iteration is None or self._pending is not None:
-            return self.count(self.at_start(0).values(), over_ranks=over_ranks)
-        return self.count(iteration.partitions().values(), over_ranks=over_ranks)
+        self._refuse_if_elsewhere("counts")
+        return self.count(self.standing().values(), over_ranks=over_ranks)
 
-    def at_start(self, workers: int) -> dict[int, PartitionState]:
-        """For loaders: where this rank's partitions are when the next iteration begins."""
-        shares = self.shares(workers)
-        return {p: part for share in shares for p, part in (share.live | share.carried).items()}
+    def standing(self) -> dict[int, PartitionState]:
+        """For loaders: where this rank's partitions stand: as loaded, or as read in this process."""
+        pending, iteration = self._pending, self._current_iteration()
+        if pending is not None:
+            turns = {p: part.turn for p, part in pending.partitions.items()}
+            done = {p for p, part in pending.partitions.items() if part.done}
+            reader = replace(self._current_reader(), worker=0, workers=1)
+            live, carried = self._divide(pending.scope, turns, done, reader)
+            return {p: pending.partitions[p] for p in [*live, *carried]}
+        if iteration is None or self._between_epochs(iteration):
+            return {}
+        return iteration.partitions()
+
+    def _between_epochs(self, iteration: Iteration) -> bool:
+        """Whether an epoch has ended and `set_epoch` has chosen another than the next."""
+        return not self._repeat and iteration.exhausted and self._set_elsewhere
+
+    def _refuse_if_elsewhere(self, name: str) -> None:
+        if get_worker_info() is None and int(self._shared[_WORKERS_READ]):
+            raise UsageError(
+                f"dataset.{name}() in the main process cannot know how far the DataLoader's worker processes are; use "
+                f"StreamLoader, or track(DataLoader(...)), and ask the loader"
+            )
+        if self._lent and self._pending is None:
+            raise UsageError(
+                f"dataset.{name}() would describe what a StreamLoader has read ahead, not what it has handed out; ask "
+                f"the loader"
+            )
 
     def count(self, partitions: Iterable[PartitionState], *, over_ranks: bool) -> Counts:
         """For loaders: what had left this rank when `partitions` stood so."""
-        found = [counted(self.steps, part.cursor) for part in partitions]
         if not any(isinstance(step, Holding) for step in self.steps):
             raise UsageError(f"{self!r} has no step that counts tokens; add one, such as Pack")
+        found = [counted(self.steps, part.cursor) for part in partitions]
         counts = sum((one for one in found if one is not None), Counts())
         if over_ranks:
             counts = sum(gather_by_rank(resolve(self.topology).rank, counts), Counts())
@@ -315,10 +339,9 @@ class StreamDataset(IterableDataset[Any]):
         """What the partitions of this rank have had of each source of a `Mixture`; see `SourceProgress`. Part of the state
         and with `over_ranks`, like `counts`. Opens the manifests. Raises `UsageError` for a plain dataset.
         """
-        iteration = self._current_iteration()
-        if iteration is None or self._pending is not None:
-            return self.progress(self.at_start(0), self.epoch, over_ranks=over_ranks)
-        return self.progress(iteration.partitions(), self._iteration_epoch, over_ranks=over_ranks)
+        self._refuse_if_elsewhere("sources")
+        epoch = self._pending.epoch if self._pending is not None else self._iteration_epoch
+        return self.progress(self.standing(), epoch, over_ranks=over_ranks)
 
     def progress(
         self, partitions: Mapping[int, PartitionState], epoch: int, *, over_ranks: bool
@@ -331,7 +354,7 @@ class StreamDataset(IterableDataset[Any]):
         if over_ranks:
             found = [one for of in gather_by_rank(resolve(self.topology).rank, found) for one in of]
         return {
-            path: SourceProgress(*map(sum, zip(*(of.get(path, (0, 0, 0)) for of in found), strict=True)), size)  # type: ignore[call-arg]  # three sums
+            path: SourceProgress(*(sum(of[path][place] for of in found if path in of) for place in range(3)), size)  # type: ignore[call-arg]  # three sums
             for path, size in self._mixing.sizes.items()
         }
 
@@ -650,7 +673,11 @@ class StreamDataset(IterableDataset[Any]):
         return MixedOrigin(mixing, replace(self._order, partitions=parts), epoch)
 
     def _context(self, parts: int) -> StepContext:
-        return StepContext(self._order.seed, parts, refs=wants_refs(self.steps), provenance=self._provenance)
+        refs = wants_refs(self.steps) or self._provenance
+        sources = 1 if self._mixing is None else self._mixing.weighted
+        return StepContext(
+            self._order.seed, parts, refs=refs, provenance=self._provenance, sources=sources, window=window(self.steps)
+        )
 
     def dropped(self, partitions: Mapping[int, PartitionState]) -> dict[str, int]:
         """For loaders: what the steps had dropped when `partitions` stood so."""
@@ -708,8 +735,7 @@ class StreamDataset(IterableDataset[Any]):
                 "the loader's state_dict()"
             )
         iteration = self._current_iteration()
-        elsewhere = not self._repeat and iteration is not None and iteration.exhausted and self._set_elsewhere
-        if iteration is None or self._asked or elsewhere:
+        if iteration is None or self._asked or self._between_epochs(iteration):
             return Snapshot("full", self._fingerprint(), self.epoch).encode()
         return Snapshot(
             scope_name(self._reader),
@@ -777,8 +803,9 @@ class StreamDataset(IterableDataset[Any]):
         """Go on from `state` with the next iteration, which consumes it.
 
         allow: accept a change knowingly: ``"batch"`` (other `Batch` sizes), ``"steps"`` (other steps: each partition goes on
-            after the last source sample that was used up whole), ``"dataset"`` (another version, used from the epoch after
-            the highest that the state has begun; full states only).
+            after the last source sample that was used up whole; with `Pack`, where the window began that it was in, and the
+            log says what that repeats and leaves out), ``"mixture"`` (other weights or rules, or more sources), ``"dataset"``
+            (another version, used from the epoch after the highest that the state has begun; full states only).
 
         Raises `StateError` naming the first thing that does not fit, both values, and the cure.
         """
@@ -795,7 +822,7 @@ class StreamDataset(IterableDataset[Any]):
         partitions = snapshot.partitions
         if "steps" in allow and saved["steps"] != current["steps"]:
             _tell_what_is_lost(saved["steps"], partitions)
-            partitions = {p: self._restart_steps(part) for p, part in partitions.items()}
+            partitions = {p: self._restart_steps(saved["steps"], part) for p, part in partitions.items()}
         if partitions and saved["dataset"] != current["dataset"]:
             history = self._grow(snapshot, history or [(0, saved["dataset"])])
         self._history = history
@@ -825,8 +852,10 @@ class StreamDataset(IterableDataset[Any]):
         elif get_worker_info() is None or int(self._shared[_EPOCH]) != snapshot.epoch + 1:
             self._shared[_EPOCH] = snapshot.epoch
 
-    def _restart_steps(self, part: PartitionState) -> PartitionState:
-        return PartitionState(part.turn, part.done, start_cursor(self.steps, innermost(part.cursor)))
+    def _restart_steps(self, saved: list[dict[str, Any]], part: PartitionState) -> PartitionState:
+        held = held_in(saved, part.cursor)
+        counts = None if held is None else held.counted
+        return PartitionState(part.turn, part.done, start_cursor(self.steps, innermost(part.cursor), counts))
 
     def _grow(self, snapshot: Snapshot, history: list[tuple[int, str]]) -> list[tuple[int, str]]:
         """The versions by first epoch when the current one joins after everything that `snapshot` has begun."""
@@ -835,7 +864,7 @@ class StreamDataset(IterableDataset[Any]):
                 f"the dataset changed and the state is that of {snapshot.scope}: where the new version begins depends on "
                 f"all partitions; pass merge_states(states)"
             )
-        begun = max(innermost(part.cursor)[0] for part in snapshot.partitions.values())
+        begun = max(reached(self.steps, part.cursor) for part in snapshot.partitions.values())
         return [*history, (begun + 1, self.manifest.version)]
 
     def _fingerprint(self) -> dict[str, Any]:

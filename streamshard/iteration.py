@@ -49,6 +49,7 @@ class Book:
     def __init__(
         self, spec: OrderSpec, timeline: Sequence[tuple[int, ShardAccess]], *, base: int = 0, epochs: int | None = None
     ) -> None:
+        self.slots = spec.buffer
         self._epochs = epochs if epochs is not None or spec.repeat else 1
         self._base = base
         self._spec = spec
@@ -129,7 +130,7 @@ class Plain:
         self._book = book
 
     def open(self, p: int, cursor: Cursor, kit: Kit) -> PartitionSource:
-        return open_leaf(self._book, p, cursor, kit, "")
+        return open_leaf(self._book, p, cursor, kit)
 
     def finished(self, cursor: Cursor) -> SourceStage:
         return Finished(cursor)
@@ -138,12 +139,12 @@ class Plain:
         """Nothing can change."""
 
 
-def open_leaf(book: Book, p: int, cursor: Cursor, kit: Kit, path: str) -> PartitionSource:
-    """Partition `p` of one dataset, called `path`."""
+def open_leaf(book: Book, p: int, cursor: Cursor, kit: Kit, *, path: str = "", share: float = 1.0) -> PartitionSource:
+    """Partition `p` of one dataset, called `path`, of which comes about that share of what is read."""
     context = kit.context
     return PartitionSource(
         book, kit.ahead, p, cursor, tracked=context.refs, provenance=context.provenance, keep=kit.keep,
-        contents=kit.contents, path=path,
+        contents=kit.contents, path=path, first=int(context.window * share),
     )  # fmt: skip
 
 

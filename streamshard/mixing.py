@@ -60,6 +60,11 @@ class Mixing:
         """Samples of each dataset."""
         return {path: manifest.total_samples for path, manifest in self.manifests.items()}
 
+    @property
+    def weighted(self) -> int:
+        """How many datasets are ever drawn."""
+        return self.mixture.weighted
+
     def settle(self, slots: int) -> list[Resolved]:
         """The parameters, resolved the first time with a shuffle buffer of `slots`."""
         if not self.versions:
@@ -163,7 +168,8 @@ class MixedOrigin:
 
     def open(self, p: int, cursor: Cursor, kit: Kit) -> MixedSource:
         resolved = self.mixing.versions[cursor[1]]
-        return self.open_mixture(resolved, self.mixing.mixture, "", cursor, Place(p, kit, repeat=self.spec.repeat))
+        slots = sum(leaf["buffer"] for _, leaf in resolved_leaves(resolved))
+        return self.open_mixture(resolved, self.mixing.mixture, "", cursor, Place(p, kit, self.spec.repeat, slots))
 
     def open_mixture(
         self, resolved: Resolved, mixture: Mixture, prefix: str, cursor: Cursor, place: Place
@@ -240,11 +246,14 @@ class MixedOrigin:
 
 
 class Place(NamedTuple):
-    """Where a branch is opened: in which partition, with what, in a mixture that begins anew by itself or not."""
+    """Where a branch is opened: in which partition, with what, in a mixture that begins anew by itself or not. slots: of all
+    shuffle buffers.
+    """
 
     p: int
     kit: Kit
     repeat: bool
+    slots: int
 
 
 def _states(states: Iterable[BranchCursor]) -> Cursor:
@@ -267,6 +276,7 @@ class DatasetBranch:
     """A dataset in one partition of a mixture, with its steps."""
 
     def __init__(self, book: Book, steps: Sequence[Step], path: str, cursor: Cursor, place: Place) -> None:
+        self._share = book.slots / place.slots
         self.name = path.rpartition("/")[2]
         self._path = path
         self._book = book
@@ -278,7 +288,7 @@ class DatasetBranch:
 
     def restart(self, cursor: Cursor) -> None:
         kit = replace(self._place.kit, context=self._context)
-        self.source = open_leaf(self._book, self._place.p, innermost(cursor), kit, self._path)
+        self.source = open_leaf(self._book, self._place.p, innermost(cursor), kit, path=self._path, share=self._share)
         self.stage: Stage = open_stages(self._steps, cursor, self._context, lambda _: self.source)
 
     def following(self, cursor: Cursor) -> Cursor:
@@ -288,7 +298,7 @@ class DatasetBranch:
         epoch, k = innermost(cursor)
         return int(self._book.epoch(epoch)[0].partition_size(self._place.p)) - int(k)
 
-    def again(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def again(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any, Ref]]:
         return StepsPast(self._steps, self.source, self._context).items(identities)
 
     def ref_of(self, identity: tuple[Any, ...]) -> Ref:
@@ -320,9 +330,9 @@ class MixtureBranch:
     def unread(self, cursor: Cursor) -> int:
         return self.source.unread(cursor)
 
-    def again(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def again(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any, Ref]]:
         stage = self.source.again(identities)
-        return ((stage.identity(), item) for item in stage)
+        return ((stage.identity(), item, stage.ref()) for item in stage)
 
     def ref_of(self, identity: tuple[Any, ...]) -> Ref:
         return self.source.ref_of(identity)

@@ -162,6 +162,12 @@ class Mixture:
             for place, (name, policy) in enumerate(self.exhausted.items())
         )
 
+    @property
+    def weighted(self) -> int:
+        """How many datasets have a weight at some time."""
+        drawn = [source for source, weight in zip(self.sources.values(), self.plan.largest, strict=True) if weight]
+        return sum(source.weighted if isinstance(source, Mixture) else 1 for source in drawn)
+
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Source]]:
         """(path, source) of every dataset in it, also in nested mixtures, in the order of listing."""
         for name, source in self.sources.items():

@@ -48,7 +48,8 @@ class Whereabouts:
             if step["step"] not in _ONE_TO_ONE or step.get("batch") is not None:
                 raise UsageError(
                     f"what is in a step depends on the data: the pipeline has a {step['step']}, whose items are known only "
-                    f"after reading. Iterate with provenance=True and look at each sample's '__ref__'"
+                    f"after reading. Iterate with provenance=True and look at each sample's '__ref__' or each "
+                    f"row's '__segments__'"
                 )
         _check_least(1, ranks=ranks, items=items)
         if fingerprint["partitions"] is None:

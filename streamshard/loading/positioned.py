@@ -155,16 +155,14 @@ class PositionedLoader:
         """As `StreamDataset.counts`, of what was handed out: always what the state says."""
         position = self._position
         if position is None or self.dataset.has_pending_state:
-            return self.dataset.count(self.dataset.at_start(self._reading()).values(), over_ranks=over_ranks)
+            return self.dataset.counts(over_ranks=over_ranks)
         return self.dataset.count(position.partitions().values(), over_ranks=over_ranks)
 
     def sources(self, *, over_ranks: bool = False) -> dict[str, SourceProgress]:
         """As `StreamDataset.sources`, of what was handed out."""
         position = self._position
         if position is None or self.dataset.has_pending_state:
-            return self.dataset.progress(
-                self.dataset.at_start(self._reading()), self.dataset.epoch, over_ranks=over_ranks
-            )
+            return self.dataset.sources(over_ranks=over_ranks)
         return self.dataset.progress(position.partitions(), position.epoch, over_ranks=over_ranks)
 
     # -------------------------------------------------------------------------------------------------------- state

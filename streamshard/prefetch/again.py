@@ -15,7 +15,7 @@ from streamshard.order.shuffle import ShuffleBuffer
 from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.plan import Segment
 from streamshard.prefetch.scheduler import ReadAhead, StripeStream
-from streamshard.shard.records import Sample
+from streamshard.shard.records import Sample, pack_sample, unpack
 
 _NEAR = 4096  # emissions that are replayed at once: documents wait for two windows at most, so they are close together
 
@@ -57,7 +57,9 @@ class Again:
     def __iter__(self) -> Iterator[Sample]:
         if self._batches is None:
             self.open()
-        for batch in self._batches or []:
+        batches, self._batches = self._batches or [], []
+        while batches:
+            batch = batches.pop(0)
             for k, read, sample, shard, row in batch.take():
                 self._current, self._ref = (batch.epoch, k), Ref(self._path, shard, row)
                 self._log.keep_again(self._current, read, sample)
@@ -95,7 +97,9 @@ class _Batch:
         self._reads = emitted_reads(ShuffleBuffer(part), ks)
         shards, rows = part.refs(self._reads)
         self._refs = list(zip(shards.tolist(), rows.tolist(), strict=True))
-        self._held = [log.held(epoch, read) for read in self._reads.tolist()]
+        # Copies: what a contents snapshot holds is read once more by others, and a step may change what it is given.
+        found = (log.held(epoch, read) for read in self._reads.tolist())
+        self._held = [None if sample is None else unpack(pack_sample(sample)) for sample in found]
         self._wanted = sorted(ref for ref, held in zip(self._refs, self._held, strict=True) if held is None)
         self._stream: StripeStream | None = None
         if self._wanted:

@@ -50,6 +50,7 @@ class PartitionSource:
     """The first stage of a partition's pipeline. Iterate it once; not thread-safe.
 
     `provenance` adds a `Ref` to each sample under ``__ref__``. `keep` remembers the samples that a contents snapshot needs.
+    `first`: samples that will be asked for before anything is handed out, to be requested together.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class PartitionSource:
         keep: bool = False,
         contents: Contents | None = None,
         path: str = "",
+        first: int = 0,
     ) -> None:
         self._path = path
+        self._first = first
         self.epoch: int = cursor[0]
         self.k: int = cursor[1]
         self._book = book
@@ -91,7 +94,8 @@ class PartitionSource:
         """Request the first blocks now, so that the partitions of a process wait for the store together."""
         for again in self._agains:
             again.open()
-        self._opened = self._open(self.epoch, self.k)
+        self._agains = []
+        self._opened = self._open(self.epoch, self.k, self._first)
 
     def close(self) -> None:
         """Let go of what was requested and not begun."""
@@ -118,10 +122,12 @@ class PartitionSource:
             self._retained[place[0], read] = pack_sample(sample)
             self._emitted.append((place, (place[0], read)))
 
-    def _open(self, epoch: int, k: int) -> _PartitionReads:
+    def _open(self, epoch: int, k: int, first: int = 0) -> _PartitionReads:
         order, access = self._book.epoch(epoch)
         part = order.partition(self._p)
-        return _PartitionReads(part, access, self._ahead, k, tracked=self._tracked, contents=self._contents)
+        return _PartitionReads(
+            part, access, self._ahead, k, tracked=self._tracked, contents=self._contents, first=first
+        )
 
     def cursor(self) -> Cursor:
         """(epoch, k) after the last sample that left."""
@@ -160,9 +166,7 @@ class PartitionSource:
             buffer, k = opened.buffer, self.k
             held = opened.fill()
             if self._keep:
-                # Also what is not read yet; but what was read again a step may have changed, and is packed.
-                mine = {p: s for p, s in self._contents.items() if p[0] == self.epoch and p not in self._retained}
-                self._retained.update(mine)
+                self._retained.update({p: s for p, s in self._contents.items() if p[0] == self.epoch})  # read or not
                 for entry in held:
                     self._retain(entry)
             self._started = True
@@ -271,6 +275,7 @@ class _PartitionReads:
         *,
         tracked: bool,
         contents: Mapping[Place, Sample],
+        first: int,
     ) -> None:
         self.buffer = ShuffleBuffer(part)
         self._part = part
@@ -288,7 +293,7 @@ class _PartitionReads:
                 access,
                 _segments(part, i, offsets[stripes == i].tolist(), done),
                 refs=tracked,
-                rows=len(self._wanted[i]),
+                rows=len(self._wanted[i]) + -(-first // len(part.stripe_sizes)),
             )
             for i, done in enumerate(part.progress(self._resume))
         ]

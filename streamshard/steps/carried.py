@@ -36,7 +36,7 @@ def encode(pieces: Iterable[Carried]) -> tuple[tuple[str, str], ...]:
     return tuple((path, _encode(list(of))) for path, of in groupby(ordered, key=lambda piece: piece.identity[0]))
 
 
-@lru_cache(maxsize=1024)  # a contents snapshot asks with every item, and the answer changes once a window
+@lru_cache(maxsize=256)  # a contents snapshot asks with every item, and the answer changes once a window
 def decode(groups: tuple[tuple[str, str], ...]) -> tuple[Carried, ...]:
     """The pieces again, sorted. Raises `StateError` for damaged text."""
     try:

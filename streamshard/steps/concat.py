@@ -13,7 +13,7 @@ from streamshard.errors import StateError
 from streamshard.order.cursor import Cursor, Ref
 from streamshard.steps.carried import Carried, Identity, decode, encode
 from streamshard.steps.counts import NOTHING, Tally
-from streamshard.steps.rounds import Piece
+from streamshard.steps.rounds import Piece, Samples
 from streamshard.steps.step import Passing, Stage, StepContext
 
 
@@ -26,7 +26,7 @@ class Packer(Protocol):
     def size(self) -> int: ...
     @property
     def segments(self) -> int | None: ...
-    def content(self, item: Any) -> tuple[Any, int]: ...
+    def content(self, item: Any, ref: Ref | None) -> tuple[Any, int]: ...
     def cut_at(self, piece: Piece, start: int, length: int) -> Piece: ...
     def make(self, row: list[Piece]) -> Any: ...
     def count(self, row: list[Piece], tally: Tally) -> None: ...
@@ -38,21 +38,23 @@ def first_cursor(upstream: Cursor) -> Cursor:
 
 
 class ConcatStage(Passing):
-    """Cursor: (upstream cursor, rest of the document read last, the length of all of it, sample read last, counts)."""
+    """Cursor: (upstream cursor, rest of the document read last, the length of all of it, samples seen, counts)."""
 
     def __init__(self, packer: Packer, upstream: Stage, cursor: Cursor, context: StepContext) -> None:
         super().__init__(upstream)
         self._packer = packer
-        self._upstream_cursor, self._rest, self._whole, self._last_sample, counts = cursor
+        self._upstream_cursor, self._rest, self._whole, seen, counts = cursor
+        self._samples = Samples(seen)
         self._tally = Tally(counts)
         assert context.past is not None  # every pipeline has one
         self._past = context.past
         self._carried = decode(self._rest)
         self._again = self._past.items([piece.identity for piece in self._carried])
         self._row: list[Piece] = []
+        self._provenance = context.provenance
 
     def cursor(self) -> Cursor:
-        return self._upstream_cursor, self._rest, self._whole, self._last_sample, self._tally.frozen()
+        return self._upstream_cursor, self._rest, self._whole, self._samples.seen, self._tally.frozen()
 
     def identity(self) -> Identity:
         return *self._row[0].identity, self._row[0].start
@@ -88,26 +90,26 @@ class ConcatStage(Passing):
 
     def _documents(self) -> Iterator[Piece]:
         """What is left of the document that a row ended in, then those that follow."""
-        found = [
-            (identity, item)
-            for identity, item in self._again
-            if self._carried and identity == self._carried[0].identity
-        ]
-        for carried in self._carried:
-            content, length = self._packer.content(found[0][1]) if found else (None, 0)
+        for carried in self._carried:  # one at most
+            found = [(item, ref) for identity, item, ref in self._again if identity == carried.identity]
+            content, length = (
+                self._content(found[0][0], found[0][1] if self._provenance else None) if found else (None, 0)
+            )
             if length != self._whole:
                 raise StateError(
                     f"{self._packer.label} reads a document of {length} tokens that had {self._whole} when the state was "
-                    f"saved: a step before it is not deterministic. Make it depend on its input only"
+                    f"saved: a step before it has changed its code, or is not deterministic. Make it depend on its input only; "
+                    f"to go on with changed code, give the step another version= and pass allow={{'steps'}}"
                 )
             yield Piece(carried.identity, content, carried.start, length, length, first=carried.first)
         for item in self._upstream:
             identity = self._upstream.identity()
-            try:
-                content, length = self._packer.content(item)
-            except Exception as error:
-                self.blame(error, self._packer.label)
-                raise
-            sample = identity[:3]
-            first, self._last_sample = sample != self._last_sample, sample
-            yield Piece(identity, content, 0, length, length, first=first)
+            content, length = self._content(item, self._upstream.ref() if self._provenance else None)
+            yield Piece(identity, content, 0, length, length, first=self._samples.begins(identity))
+
+    def _content(self, item: Any, ref: Ref | None) -> tuple[Any, int]:
+        try:
+            return self._packer.content(item, ref)
+        except Exception as error:
+            self.blame(error, self._packer.label)
+            raise

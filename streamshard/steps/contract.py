@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.errors import DataError, UsageError
-from streamshard.order.cursor import REF_FIELD, Ref
+from streamshard.order.cursor import Ref
 
 IGNORED = -100  # the label that torch's cross_entropy, and so every Hugging Face model, leaves out of the loss
 SEGMENTS_FIELD = "__segments__"  # where provenance=True puts a row's Segments
 _GIVEN = ("input_ids", "labels", "loss_mask")  # what samples may bring; the rest follows from lengths
 CONTRACT = ("input_ids", "labels", "loss_mask", "position_ids", "segment_ids", "cu_seqlens", "max_seqlen")
+
+_EXTRA_DTYPES = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float32}
 
 Array = NDArray[Any]
 
@@ -52,7 +54,7 @@ class Fields:
 
     names: ``{"input_ids": "text_tokens", "loss_mask": ..., "labels": ..., <any other>: ...}``. What is not given is looked for
         under its own name, the tokens under ``"tokens"`` too. Other names are columns of the user's, with a value per token,
-        that become fields of the row under that name, 0 in padding.
+        that become fields of the row under that name, as bool, int64 or float32, 0 in padding.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -68,20 +70,23 @@ class Fields:
         self._tokens = (names["input_ids"],) if "input_ids" in names else ("input_ids", "tokens")
         self._named = [names.get(name) for name in ("labels", "loss_mask")]
 
-    def read(self, sample: Any) -> Document:
-        """The document in `sample`. Raises `DataError` naming the field, what it is and the cure."""
+    def read(self, sample: Any, ref: Ref | None = None) -> Document:
+        """The document in `sample`, which is stored at `ref`. Raises `DataError` naming the field, what it is and the cure."""
         if type(sample) is not dict and not isinstance(sample, Mapping):
             raise DataError(
                 f"a document is a mapping of fields, and this is a {type(sample).__name__}; add a Map before it"
             )
         name = self._tokens_field(sample)
-        ids = _column(name, sample[name])
-        if ids.dtype.kind not in "iu":
-            raise DataError(f"field {name!r} holds {ids.dtype} where token ids are integers; tokenize it in a Map")
+        ids = _column(name, sample[name], "tokenize it in a Map")
         if not len(ids):
             raise DataError(f"field {name!r} has no tokens; leave empty documents out with a Filter")
-        extras = tuple(self._aligned(sample, field, name, ids) for field in self._extra_fields)
-        return Document(ids, self._labels(sample, name, ids), extras, sample.get(REF_FIELD))
+        kind = ids.dtype.kind
+        if kind not in "iu":
+            raise DataError(f"field {name!r} holds {ids.dtype} where token ids are integers; tokenize it in a Map")
+        if kind == "i" and ids.min() < 0:
+            raise DataError(f"field {name!r} holds {ids.min()}; token ids are at least 0. Mask tokens with a loss_mask")
+        extras = tuple(self._extra(sample, field, name, ids) for field in self._extra_fields)
+        return Document(ids, self._labels(sample, name, ids), extras, ref)
 
     def _tokens_field(self, sample: Mapping[str, Any]) -> str:
         for name in self._tokens:
@@ -102,15 +107,33 @@ class Fields:
         if labels_field is None and mask_field is None:
             return ids
         found = ids if labels_field is None else self._aligned(sample, labels_field, name, ids)
+        if found.dtype.kind not in "iu":
+            raise DataError(
+                f"field {labels_field!r} holds {found.dtype} where labels are integers; convert it in a Map"
+            )
         found = found.astype(np.int64)
         if mask_field is not None:
-            found[self._aligned(sample, mask_field, name, ids) == 0] = IGNORED
+            mask = self._aligned(sample, mask_field, name, ids)
+            if mask.dtype.kind not in "biu" and not (mask.dtype.kind == "f" and ((mask == 0) | (mask == 1)).all()):
+                raise DataError(
+                    f"field {mask_field!r} holds {mask.dtype} values that are not 0 or 1, where a mask says what is in the "
+                    f"loss; take weights along as a column of your own, with fields={{'weights': {mask_field!r}}}"
+                )
+            found[mask == 0] = IGNORED
         return found
+
+    def _extra(self, sample: Mapping[str, Any], field: str, tokens: str, ids: Array) -> Array:
+        """A column of the user's, in one dtype for all documents: bool, int64 or float32."""
+        values = self._aligned(sample, field, tokens, ids)
+        wanted = _EXTRA_DTYPES.get(values.dtype.kind)
+        if wanted is None:
+            raise DataError(f"field {field!r} holds {values.dtype}; columns of rows are numbers or bools")
+        return values.astype(wanted, copy=False)
 
     def _aligned(self, sample: Mapping[str, Any], field: str, tokens: str, ids: Array) -> Array:
         if sample.get(field) is None:
             raise DataError(f"the sample has no field {field!r}, which fields= names; it has {sorted(sample)}")
-        values = _column(field, sample[field])
+        values = _column(field, sample[field], "make it a list of numbers in a Map")
         if len(values) != len(ids):
             raise DataError(
                 f"field {field!r} has {len(values)} values for the {len(ids)} tokens in {tokens!r}; it needs one for each"
@@ -118,8 +141,18 @@ class Fields:
         return values
 
 
-def _column(field: str, value: Any) -> Array:
-    array: Array = value if isinstance(value, np.ndarray) else np.asarray(value)
+def _column(field: str, value: Any, cure: str) -> Array:
+    if isinstance(value, np.ndarray):
+        array: Array = value
+    else:
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise DataError(
+                f"field {field!r} holds lists of different lengths; take it apart with a FlatMap"
+            ) from error
+    if array.ndim == 0:
+        raise DataError(f"field {field!r} is a {type(value).__name__}, not a value for each token; {cure}")
     if array.ndim != 1:
         raise DataError(
             f"field {field!r} has shape {array.shape}; documents have one dimension, flatten it in a Map or take it apart with "
@@ -163,12 +196,10 @@ class Layout:
         row["max_seqlen"] = int(lengths.max()) if self.segments is None else size
         for place, name in enumerate(self.extras):
             columns = [piece.extras[place] for piece in pieces]
-            row[name] = _filled(columns, size, 0, np.result_type(*columns))
+            row[name] = _filled(columns, size, 0, columns[0].dtype)
         if self.provenance:
-            row[SEGMENTS_FIELD] = [
-                Segment(piece.ref or Ref("", -1, -1), offset, length)
-                for piece, offset, length in zip(pieces, offsets, lengths.tolist(), strict=True)
-            ]
+            found = zip(pieces, offsets, lengths.tolist(), strict=True)
+            row[SEGMENTS_FIELD] = [Segment(piece.ref, offset, length) for piece, offset, length in found if piece.ref]
         return row
 
     def _labels(self, pieces: Sequence[Document], starts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -192,7 +223,7 @@ def _filled(columns: Sequence[Array], size: int, fill: int, dtype: Any) -> Array
     """`columns` end to end in a new array of `size`, the rest `fill`."""
     out = np.empty(size, dtype)
     real = sum(map(len, columns))
-    np.concatenate(columns, out=out[:real], casting="unsafe")  # ids are integers, whatever their width
+    np.concatenate(columns, out=out[:real], casting="same_kind")
     out[real:] = fill
     return out
 

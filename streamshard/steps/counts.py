@@ -6,8 +6,8 @@ resumed or resharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, field, fields
 from typing import Any
 
 from streamshard.order.cursor import Cursor
@@ -17,9 +17,9 @@ from streamshard.order.cursor import Cursor
 class SourceCounts:
     """What has left of one source. Documents count when their first token leaves, or when they are dropped.
 
-    samples: stored samples of which a document has left or was dropped. documents: what was packed or batched, one or several
-    a sample. real: tokens of documents. loss: those that are labels (a segment's first token is none). split: documents cut
-    over several rows. truncated, dropped: documents cut short, left out; and tokens lost by it.
+    samples: stored samples whose first document has left or was dropped. documents: what came to be packed or batched, one or
+    several a sample. real: tokens of documents. loss: those that are labels (a segment's first token is none). split: documents
+    cut over several rows. truncated, dropped: documents cut short, left out; and tokens lost by it.
     """
 
     samples: int = 0
@@ -53,6 +53,13 @@ class Counts:
         nothing = SourceCounts()
         sources = {n: self.sources.get(n, nothing) + other.sources.get(n, nothing) for n in names}
         return Counts(self.rows + other.rows, self.physical + other.physical, sources)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Names and numbers, for JSON and logs."""
+        return {
+            "rows": self.rows, "physical": self.physical,
+            "sources": {path: asdict(counts) for path, counts in self.sources.items()},
+        }  # fmt: skip
 
     @property
     def total(self) -> SourceCounts:
@@ -152,14 +159,3 @@ def thaw(frozen: Cursor) -> Counts:
     """Counts out of a cursor."""
     rows, physical, sources = frozen
     return Counts(rows, physical, {path: SourceCounts(*numbers) for path, *numbers in sources})
-
-
-def summed(counts: Iterable[Counts]) -> Counts:
-    """All together."""
-    return sum(counts, Counts())
-
-
-def as_plain(counts: Counts) -> dict[str, Any]:
-    """Names and numbers, for JSON and logs."""
-    sources = {path: dict(zip(_NAMES, astuple(of), strict=True)) for path, of in counts.sources.items()}
-    return {"rows": counts.rows, "physical": counts.physical, "sources": sources}

@@ -14,23 +14,29 @@ from streamshard.steps.step import Passing, Stage, StepContext, check_callable, 
 class Starvation:
     """Turns an endless search into an error: P + 1 epochs of a partition in a row in which a step let nothing through.
 
-    Partitions read other samples in other epochs, so that by then the step has seen a large part of the dataset.
+    Partitions read other samples in other epochs, so that by then the step has seen a large part of the dataset. In a mixture
+    that holds for every source: a small one may have many epochs before a rare one has its turn.
     """
 
-    def __init__(self, label: str, partitions: int) -> None:
+    def __init__(self, label: str, context: StepContext) -> None:
         self._label = label
-        self._partitions = partitions
-        self._first_epoch = 0
+        self._partitions = context.partitions
+        self._sources = context.sources
+        self._first: dict[str, int] = {}  # the epoch in which each source was when nothing came through any more
+        self._over: set[str] = set()  # sources that have had their P + 1 epochs since
         self.in_a_row = 0
 
-    def dropped(self, epoch: int) -> None:
-        """An item was dropped; raises `DataError` when nothing has come through for P + 1 epochs."""
+    def dropped(self, path: str, epoch: int) -> None:
+        """An item of source `path` was dropped; raises `DataError` when nothing has come through for P + 1 epochs."""
         if self.in_a_row == 0:
-            self._first_epoch = epoch
+            self._first, self._over = {}, set()
         self.in_a_row += 1
-        if epoch - self._first_epoch > self._partitions:
+        first = self._first.setdefault(path, epoch)
+        if epoch - first > self._partitions:
+            self._over.add(path)
+        if len(self._over) >= self._sources:
             raise DataError(
-                f"{self._label} dropped all of the last {self.in_a_row} items it was given, epochs {self._first_epoch} "
+                f"{self._label} dropped all of the last {self.in_a_row} items it was given, epochs {first} "
                 f"to {epoch - 1} of this partition: with repeat=True the search would never end. Loosen the step, or use "
                 f"repeat=False"
             )
@@ -77,7 +83,7 @@ class _FilterStage(Passing):
         super().__init__(upstream)
         self._step = step
         self._dropped: int = cursor[1]
-        self._starvation = Starvation(step.label, context.partitions)
+        self._starvation = Starvation(step.label, context)
 
     def cursor(self) -> Cursor:
         return self._upstream.cursor(), self._dropped
@@ -99,4 +105,4 @@ class _FilterStage(Passing):
                 yield item
             else:
                 self._dropped += 1
-                starvation.dropped(self._upstream.identity()[1])
+                starvation.dropped(*self._upstream.identity()[:2])

@@ -63,7 +63,7 @@ class _FlatMapStage(Passing):
         super().__init__(upstream)
         self._step = step
         self._before, self._left, self._checksum, self._dropped = cursor
-        self._starvation = Starvation(step.label, context.partitions)
+        self._starvation = Starvation(step.label, context)
         self._identity: tuple[Any, ...] = ()
         self._provenance = context.provenance
 
@@ -96,7 +96,7 @@ class _FlatMapStage(Passing):
             if not outputs:
                 self._before = after
                 self._dropped += 1
-                self._starvation.dropped(identity[1])
+                self._starvation.dropped(*identity[:2])
             else:
                 self._starvation.in_a_row = 0
             skip = 0

@@ -48,7 +48,7 @@ class Branch(Protocol):
     def unread(self, cursor: Cursor) -> int:
         """Stored samples of the epoch that come after `cursor`."""
 
-    def again(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def again(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any, Ref]]:
         """(identity, item) of items that it has given before."""
 
     def ref_of(self, identity: tuple[Any, ...]) -> Ref:
@@ -187,22 +187,20 @@ class MixtureStage:
     def again(self, identities: Sequence[tuple[Any, ...]]) -> MixtureAgain:
         by_branch = [[i for i in identities if branch.owns(i[0])] for branch in self._branches]
         found = [branch.again(mine) for branch, mine in zip(self._branches, by_branch, strict=True) if mine]
-        return MixtureAgain(found, self.ref_of)
+        return MixtureAgain(found)
 
 
 class MixtureAgain:
     """The first stage over items that a mixture has given before, source by source."""
 
-    def __init__(
-        self, found: Sequence[Iterator[tuple[tuple[Any, ...], Any]]], ref_of: Callable[[tuple[Any, ...]], Ref]
-    ) -> None:
+    def __init__(self, found: Sequence[Iterator[tuple[tuple[Any, ...], Any, Ref]]]) -> None:
         self._found = found
-        self._ref_of = ref_of
         self._identity: tuple[Any, ...] = ()
+        self._ref = Ref("", -1, -1)
 
     def __iter__(self) -> Iterator[Any]:
         for items in self._found:
-            for self._identity, item in items:
+            for self._identity, item, self._ref in items:
                 yield item
 
     def cursor(self) -> Cursor:
@@ -212,10 +210,10 @@ class MixtureAgain:
         return self._identity
 
     def ref(self) -> Ref:
-        return self._ref_of(self._identity)
+        return self._ref
 
-    def ref_of(self, identity: tuple[Any, ...]) -> Ref:
-        return self._ref_of(identity)
+    def ref_of(self, identity: tuple[Any, ...]) -> Ref:  # noqa: ARG002  (the protocol's)
+        return self._ref
 
     def counters(self) -> Iterator[tuple[str, int]]:
         return iter(())

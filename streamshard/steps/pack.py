@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamshard.errors import DataError, UsageError
-from streamshard.order.cursor import Cursor
+from streamshard.order.cursor import Cursor, Ref
 from streamshard.steps.carried import Carried, decode
 from streamshard.steps.concat import ConcatStage
 from streamshard.steps.concat import first_cursor as first_of_concat
@@ -41,7 +41,8 @@ class Pack:
     fields: which fields of a sample are its ``input_ids``, ``labels`` and ``loss_mask``, and further columns with a value per
         token; default those of these names, and ``"tokens"`` for the tokens. The length of a document is that of its tokens.
     window: documents that are planned together. More pack a little better and make a row wait longer; 1000 leave 0.05 to 0.6 %
-        of padding on corpora of text, and each document leaves within the round that read it or one of the two after it.
+        of padding on corpora of text if they fill some thirty rows at least. Each document leaves in the round that read it
+        or in one of the two after it.
     overflow: documents longer than a row are cut into rows, the rest packed like a document (``"split"``), cut short
         (``"truncate"``), left out (``"drop"``), both counted, or refused (``"error"``).
     algorithm: ``"best_fit"`` breaks no document that fits a row. ``"concat"`` lays documents end to end and cuts every
@@ -74,8 +75,8 @@ class Pack:
             raise UsageError(
                 f"Pack(max_segments={self.max_segments!r}): it must be an int >= 1, or None for any number"
             )
-        if type(self.pad_id) is not int:
-            raise UsageError(f"Pack(pad_id={self.pad_id!r}): a token id is an int")
+        if type(self.pad_id) is not int or not 0 <= self.pad_id < 1 << 63:
+            raise UsageError(f"Pack(pad_id={self.pad_id!r}): a token id is an int from 0 on, of 63 bits")
         for name, choice, known in (
             ("overflow", self.overflow, _OVERFLOWS),
             ("algorithm", self.algorithm, _ALGORITHMS),
@@ -122,6 +123,10 @@ class Pack:
         """What had left at `cursor`."""
         return thaw(cursor[-1])
 
+    def reached(self, cursor: Cursor) -> int:
+        """The epoch up to which documents of the window at `cursor` are."""
+        return 0 if self.algorithm == "concat" else int(cursor[3])
+
     def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
         layout = Layout(
             self.sequence_length,
@@ -149,8 +154,8 @@ class Packer:
         self._fields = fields
         self._layout = layout
 
-    def content(self, item: Any) -> tuple[Document, int]:
-        document = self._fields.read(item)
+    def content(self, item: Any, ref: Ref | None) -> tuple[Document, int]:
+        document = self._fields.read(item, ref)
         length = len(document.input_ids)
         if length > self.size and self._overflow == "error":
             raise DataError(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from streamshard.errors import UsageError
-from streamshard.order.cursor import Cursor, Ref
+from streamshard.order.cursor import Cursor, Ref, innermost
 from streamshard.steps.batch import Batch
 from streamshard.steps.counts import Counts
 from streamshard.steps.filter import Filter
@@ -46,11 +46,13 @@ def _check_before(label: str, before: Sequence[Step]) -> None:
             )
 
 
-def start_cursor(steps: Sequence[Step], source: Cursor) -> Cursor:
-    """The cursor of a fresh pipeline over a source that stands at `source`."""
+def start_cursor(steps: Sequence[Step], source: Cursor, counts: Cursor | None = None) -> Cursor:
+    """The cursor of a fresh pipeline over a source that stands at `source`; a step that counts goes on from `counts`."""
     cursor = source
     for step in steps:
         cursor = step.start(cursor)
+        if counts is not None and isinstance(step, Holding):
+            cursor = *cursor[:-1], counts
     return cursor
 
 
@@ -75,16 +77,16 @@ class StepsPast:
         self._source = source
         self._context = context
 
-    def items(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def items(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any, Ref]]:
         if not identities:
             return iter(())
         again = self._source.again(identities)  # now, so that it is there when the iteration opens
         return self._through(open_stages(self._steps, start_cursor(self._steps, ()), self._context, lambda _: again))
 
     @staticmethod
-    def _through(stage: Stage) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def _through(stage: Stage) -> Iterator[tuple[tuple[Any, ...], Any, Ref]]:
         for item in stage:
-            yield stage.identity(), item
+            yield stage.identity(), item, stage.ref()
 
     def ref(self, identity: tuple[Any, ...]) -> Ref:
         return self._source.ref_of(identity)
@@ -129,6 +131,16 @@ def still_needed(steps: Sequence[Step], cursor: Cursor) -> Needed:
     return frozenset(piece.identity[:3] for step, own in held for piece in step.carried(own))
 
 
+def reached(steps: Sequence[Step], cursor: Cursor) -> int:
+    """An epoch after which nothing has left at `cursor` of a plain dataset."""
+    epoch: int = innermost(cursor)[0]
+    if not at_border(steps, cursor):
+        # A sample, or a group of a Map's, may have been taken across an epoch's end, or over several of few samples.
+        groups = [step.batch or 1 for step in steps if isinstance(step, Map)]
+        epoch += max([1, *groups])
+    return max([epoch, *(step.reached(own) for step, own in _holding(steps, cursor))])
+
+
 def at_border(steps: Sequence[Step], cursor: Cursor) -> bool:
     """Whether no step holds anything at `cursor`: what comes next depends on what the source gives next, and on nothing
     that was planned before.
@@ -156,6 +168,11 @@ def steps_fingerprint(steps: Sequence[Step]) -> list[dict[str, Any]]:
 def batch_fingerprint(steps: Sequence[Step]) -> list[int]:
     """The sizes of the `Batch` steps: apart, because a change of batch size can be allowed by itself."""
     return [step.size for step in steps if isinstance(step, Batch)]
+
+
+def window(steps: Sequence[Step]) -> int:
+    """About how many samples the steps take before the first item leaves."""
+    return max((getattr(step, "window", 0) for step in steps), default=0)
 
 
 def wants_refs(steps: Sequence[Step]) -> bool:

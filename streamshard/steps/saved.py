@@ -14,18 +14,22 @@ class Held(NamedTuple):
     """At a cursor: what had left, documents (or rests of them) that wait, and rows of an unfinished window that had left."""
 
     step: str
-    counts: Counts
+    counted: Cursor  # see `Tally`
     waiting: int
     rows: int
+
+    @property
+    def counts(self) -> Counts:
+        return thaw(self.counted)
 
 
 def held_in(fingerprints: Sequence[Mapping[str, Any]], cursor: Cursor) -> Held | None:
     """Of the last step that counts, among steps with these fingerprints; None if there is none."""
     for found in reversed(fingerprints):
         if found["step"] == "Pack" and found["algorithm"] == "concat":
-            return Held("Pack", thaw(cursor[-1]), len(decode(cursor[1])), 0)
+            return Held("Pack", cursor[-1], len(decode(cursor[1])), 0)
         if found["step"] == "Pack":
-            return Held("Pack", thaw(cursor[-1]), len(decode(cursor[0][1])), cursor[1])
+            return Held("Pack", cursor[-1], len(decode(cursor[0][1])), cursor[1])
         if found["step"] != "Map" or found["batch"] is not None:
             cursor = cursor[0]
     return None

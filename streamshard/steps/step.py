@@ -20,8 +20,8 @@ from streamshard.steps.threads import Pools
 class Past(Protocol):
     """Items that a step has had from its upstream before, for steps that hold items back."""
 
-    def items(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """(identity, item), made again, for all items that come of the stored samples of `identities`, in order.
+    def items(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any, Ref]]:
+        """(identity, item, ref), made again, for all items that come of the stored samples of `identities`, in order.
 
         What has to be read is asked of the store when the iteration opens, if this was called before it.
         """
@@ -36,7 +36,8 @@ class StepContext:
 
     `place` is the step's position in the pipeline, from 0; for steps of a mixture's source a name that begins with `prefix`.
     `refs` says that refs of single items will be asked for, `provenance` that samples carry theirs in a field. `pools` has the
-    threads of steps that use some. `past`: see there.
+    threads of steps that use some. `past`: see there. `sources`: datasets that are read. `window`: samples that a step
+    takes before the first item leaves.
     """
 
     seed: int
@@ -47,6 +48,8 @@ class StepContext:
     provenance: bool = False
     pools: Pools | None = None
     past: Past | None = None
+    sources: int = 1
+    window: int = 0
 
 
 class Stage(Protocol):
@@ -112,7 +115,10 @@ class Holding(Protocol):
         """What a stage at `cursor` holds: records with an `identity`."""
 
     def counts(self, cursor: Cursor) -> Counts:
-        """What had left at `cursor`."""
+        """What had left at `cursor`: its last element, as `Tally` has it."""
+
+    def reached(self, cursor: Cursor) -> int:
+        """The epoch up to which something may have left at `cursor`, if that is another than the upstream's."""
 
 
 class Passing:

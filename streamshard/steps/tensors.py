@@ -89,7 +89,7 @@ def _column(name: str, values: list[Any], how: _How, batch: dict[str, Any]) -> A
     kinds = set(map(type, values))
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is np.ndarray or kind is torch.Tensor:
-        ends = name == CU_SEQLENS and kind is np.ndarray and all(value.ndim == 1 for value in values)
+        ends = name == CU_SEQLENS and kind is np.ndarray and all(value.ndim == 1 and len(value) for value in values)
         return _arrays(name, _ends_repeated(values) if ends else values, how, batch)
     if kind is int and name == MAX_SEQLEN:
         return max(values)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import streamshard as ss
-from streamshard.steps.counts import as_plain
 
 PARTS = 48
 
@@ -73,7 +72,7 @@ def life(url, folder, number, workers, batches, way):
         got[mode] = [batch["id"].tolist() for batch in itertools.islice(loader, wanted)]
         save(loader, Path(folder) / f"{mode}-{number}")
         if mode == "packed":
-            got["counted"] = as_plain(loader.counts(over_ranks=True))
+            got["counted"] = loader.counts(over_ranks=True).as_dict()
         loader.close()
     return got
 

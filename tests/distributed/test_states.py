@@ -9,7 +9,6 @@ import torch.distributed.checkpoint as dcp
 
 import streamshard as ss
 from streamshard.errors import StateError, UsageError
-from streamshard.steps.counts import as_plain
 from tests.conftest import write_dataset
 from tests.distributed.launch import launch
 from tests.distributed.scenarios_states import MODES, PARTS, made
@@ -70,7 +69,7 @@ def test_counts_go_on_over_every_change_and_every_rank_gets_the_sum(lives, url):
     for life in lives:
         for _ in life[0]["packed"]:
             next(batches)
-        assert [answer["counted"] for answer in life] == [as_plain(alone.counts())] * len(life)
+        assert [answer["counted"] for answer in life] == [alone.counts().as_dict()] * len(life)
     alone.close()
 
 

@@ -85,6 +85,18 @@ def test_fields_can_have_any_name_and_columns_of_the_users_come_along():
     assert row["labels"].tolist() == [-100, -100, -100]
 
 
+def test_columns_of_the_users_have_one_dtype_whatever_a_sample_has():
+    for values, dtype in (
+        ([1, 2], np.int64),
+        (np.array([1, 2], np.uint8), np.int64),
+        ([0.5, 1.0], np.float32),
+        ([True, False], np.bool_),
+    ):
+        assert row_of([{"tokens": [4, 5], "w": values}], 3, {"w": "w"})["w"].dtype == dtype
+    with pytest.raises(DataError, match="columns of rows are numbers or bools"):
+        row_of([{"tokens": [4, 5], "w": ["a", "b"]}], 3, {"w": "w"})
+
+
 def test_a_row_knows_where_its_segments_come_from():
     pieces = [piece._replace(ref=Ref("web", 3, number)) for number, piece in enumerate(documents([2, 4]))]
     row = Layout(8, provenance=True).row([pieces[0], pieces[1].cut(1, 4)], [0, 1])
@@ -107,6 +119,13 @@ def test_loss_tokens_are_labels_without_each_segments_first():
         ({"tokens": np.zeros((2, 2), np.uint16)}, "shape (2, 2)"),
         ({"tokens": np.zeros(3)}, "float64 where token ids are integers"),
         ({"tokens": [1, 2], "loss_mask": [1]}, "'loss_mask' has 1 values for the 2 tokens in 'tokens'"),
+        ({"tokens": []}, "'tokens' has no tokens"),
+        ({"tokens": [[1], [2, 3]]}, "lists of different lengths"),
+        ({"tokens": "text"}, "'tokens' is a str, not a value for each token; tokenize it in a Map"),
+        ({"tokens": [1, -2]}, "'tokens' holds -2"),
+        ({"tokens": [1, 2], "labels": [1.5, 2.5]}, "'labels' holds float64 where labels are integers"),
+        ({"tokens": [1, 2], "loss_mask": [0.5, 1.0]}, "values that are not 0 or 1"),
+        ({"tokens": [1, 2], "loss_mask": [None, 1]}, "object values that are not 0 or 1"),
         ([1, 2], "this is a list"),
     ],
 )
