@@ -283,7 +283,7 @@ class DatasetBranch:
         self._steps = steps
         self._place = place
         context = place.kit.context
-        self._context = replace(context, prefix=f"{path}:", refs=context.refs or wants_refs(steps))
+        self._context = replace(context, prefix=f"{path}:", refs=context.refs or wants_refs(steps), sources=1)
         self.restart(cursor)
 
     def restart(self, cursor: Cursor) -> None:
