@@ -19,6 +19,7 @@ from streamshard.order.rotation import raggedness
 from streamshard.order.shuffle import ShuffleBuffer
 from streamshard.state import PartitionState, Snapshot, State, decode_state
 from streamshard.steps.counts import Counts
+from streamshard.steps.mixture import branches_in, epochs_in
 from streamshard.steps.saved import held_in
 from streamshard.storage.store import Store
 from streamshard.whereabouts import book_of
@@ -60,8 +61,13 @@ class Inspected:
     @property
     def epochs(self) -> tuple[int, int]:
         """The least and the highest epoch in which a partition is."""
-        found = [innermost(part.cursor)[0] for part in self._parts.values()]
+        found = [epoch for part in self._parts.values() for epoch in epochs_in(innermost(part.cursor))]
         return min(found, default=self.snapshot.epoch), max(found, default=self.snapshot.epoch)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it is a mixture's."""
+        return "mixture" in self.fingerprint
 
     @property
     def items(self) -> int:
@@ -79,8 +85,16 @@ class Inspected:
 
     def consumed(self) -> dict[str, Consumed]:
         """By source (a plain dataset is called ""), of the partitions held. In this epoch, with ``repeat=True`` since the
-        run began. Reads the indexes of shards in which a partition begins, ends, or is.
+        run began. Reads the indexes of shards in which a partition begins, ends, or is; of a mixture it tells what was mixed,
+        and reads nothing.
         """
+        if self.mixes:
+            drawn: dict[str, Consumed] = {}
+            for part in self._parts.values():
+                for path, state in branches_in(innermost(part.cursor)):
+                    was = drawn.get(path, Consumed(0, 0))
+                    drawn[path] = Consumed(was.samples + state.samples, (was.tokens or 0) + state.tokens)
+            return drawn
         samples, tokens = 0, 0
         counted = True
         at = {p: innermost(part.cursor) for p, part in self._parts.items()}
@@ -119,6 +133,8 @@ class Inspected:
 
     @cached_property
     def _book(self) -> Book:
+        if self.mixes:
+            raise StateError("the shuffle buffers of a Mixture are not shown: it has several for each partition")
         if self._store is None:
             raise StateError("samples, tokens and refs are known with the dataset only: pass its URL")
         return book_of(self.fingerprint, self._store)

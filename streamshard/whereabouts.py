@@ -205,6 +205,10 @@ def book_of(fingerprint: dict[str, Any], store: Store) -> Book:
         raise StateError(
             "this is the state of a MapDataset's sampler, which has no shuffle buffers; leave the dataset out"
         )
+    if "mixture" in found:
+        raise StateError(
+            "this is the state of a Mixture: which sample comes when depends on the data, and needs reading"
+        )
     history = found.get("history") or [[0, found["dataset"]]]
     timeline = [(int(first), ShardAccess(store, load_manifest(store, version))) for first, version in history]
     spec = OrderSpec(

@@ -54,16 +54,17 @@ def _described(where: str, state: State, store: Store | None) -> str:
     inspected = Inspected(state, store)
     snapshot, found, spread = inspected.snapshot, inspected.fingerprint, inspected.spread()
     low, high = inspected.epochs
+    datasets = {"": found["dataset"]} if isinstance(found["dataset"], str) else found["dataset"]
     rows = [
         ("scope", snapshot.scope),
-        ("dataset", found["dataset"]),
+        *((f"dataset {name}".rstrip(), version) for name, version in datasets.items()),
         ("epoch", str(low) if low == high else f"{low} to {high}"),
     ]
     if snapshot.batches is not None:
         rows.append(("steps", f"{snapshot.batches} batches of a rank{_span(found)}"))
     items = f"{inspected.items} items{_span(found)}" if spread.held else "not begun"
     rows.append(("items", items))
-    if store is not None and spread.held:
+    if (store is not None or inspected.mixes) and spread.held:
         for source, consumed in inspected.consumed().items():
             tokens = "" if consumed.tokens is None else f", {consumed.tokens} tokens"
             rows.append(("consumed", f"{source or 'dataset'}: {consumed.samples} samples{tokens}{_span(found)}"))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from streamshard.errors import DataError
-from streamshard.order.cursor import MIX, Cursor, Ref
+from streamshard.order.cursor import MIX, Cursor, Ref, innermost
 from streamshard.order.mixture import Mixer, Plan
 from streamshard.steps.step import Stage
 
@@ -31,6 +31,23 @@ class BranchCursor(NamedTuple):
     samples: int = 0
     tokens: int = 0
     left: int = 0
+
+
+def branches_in(cursor: Cursor, prefix: str = "") -> Iterator[tuple[str, BranchCursor]]:
+    """(path, branch) of every dataset in a mixture's cursor, nested mixtures included."""
+    for state in (BranchCursor(*found) for found in cursor[-1]):
+        inner = innermost(state.cursor)
+        if inner[0] == MIX:
+            yield from branches_in(inner, f"{prefix}{state.name}/")
+        else:
+            yield prefix + state.name, state
+
+
+def epochs_in(cursor: Cursor) -> list[int]:
+    """The epochs in which the datasets of a source's cursor are."""
+    if cursor[0] == MIX:
+        return [innermost(state.cursor)[0] for _, state in branches_in(cursor)]
+    return [cursor[0]]
 
 
 class Branch(Protocol):

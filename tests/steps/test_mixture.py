@@ -14,6 +14,7 @@ import pytest
 
 import streamshard as ss
 from streamshard.catalog import publish
+from streamshard.cli.main import main
 from streamshard.errors import DataError, StateError, UsageError
 from streamshard.shard.manifest import column
 from streamshard.storage.open import open_store
@@ -557,3 +558,15 @@ def test_datasets_refuse_mixtures_that_cannot_work_with_them(urls):
         read(flat(urls)).skip(3)
     with pytest.raises(UsageError, match="is about a Mixture"):
         ss.StreamDataset(urls["web"]).sources()
+
+
+def test_the_command_line_shows_what_a_mixture_has_had(urls, tmp_path, capsys):
+    dataset = read(nested(urls), ss.Pack(48, window=9))
+    take(dataset, 30)
+    (tmp_path / "state.json").write_text(json.dumps(dataset.state_dict()))
+    assert main(["state", "show", str(tmp_path / "state.json")]) == 0
+    shown = capsys.readouterr().out
+    for name, progress in dataset.sources().items():
+        assert f"{name}: {progress.samples} samples, {progress.tokens} tokens" in shown
+    assert main(["state", "show", str(tmp_path / "state.json"), "--data", urls["web"], "--buffers"]) == 2
+    assert "buffers of a Mixture" in capsys.readouterr().err
