@@ -118,6 +118,8 @@ class Inspected:
 
     def buffered(self) -> Iterator[tuple[int, list[Ref]]]:
         """(partition, refs of the samples in its shuffle buffer, slot by slot), of partitions that are not done."""
+        if self.mixes:
+            raise StateError("the shuffle buffers of a Mixture are not shown: it has several for each partition")
         for p, part in self._parts.items():
             if part.done:
                 continue
@@ -133,8 +135,6 @@ class Inspected:
 
     @cached_property
     def _book(self) -> Book:
-        if self.mixes:
-            raise StateError("the shuffle buffers of a Mixture are not shown: it has several for each partition")
         if self._store is None:
             raise StateError("samples, tokens and refs are known with the dataset only: pass its URL")
         return book_of(self.fingerprint, self._store)
