@@ -47,8 +47,19 @@ class Mixing:
         """By path, read together on first use and then kept."""
         if not self._manifests:
             with ThreadPoolExecutor(min(8, len(self.stores)), thread_name_prefix="streamshard-manifests") as pool:
-                self._manifests = dict(zip(self.stores, pool.map(load_manifest, self.stores.values()), strict=True))
+                found = pool.map(self._manifest, self.stores)
+                self._manifests = dict(zip(self.stores, found, strict=True))
         return self._manifests
+
+    def _manifest(self, path: str) -> Manifest:
+        manifest, only = load_manifest(self.stores[path]), self.leaves[path].only
+        if only is None:
+            return manifest
+        split = manifest.split
+        if split is None or only not in split.values:
+            has = "was not written with split_by=" if split is None else f"has {split.field} in {sorted(split.values)}"
+            raise UsageError(f"source {path!r} has only={only!r}, and {self.stores[path].url} {has}")
+        return manifest.only(only)
 
     @property
     def datasets(self) -> dict[str, str]:

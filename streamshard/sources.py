@@ -27,15 +27,22 @@ WeightsGiven = Mapping[str, float] | Sequence[float]
 class Source:
     """A dataset in a mixture, with steps of its own, applied before it is mixed.
 
+    only: of a dataset that was written with ``split_by=``, only the shards with this value of the field.
     storage_options: of this source; default those of the `StreamDataset`.
     """
 
     url: str
     steps: tuple[Step, ...]
+    only: str | None
     storage_options: Mapping[str, Any] | None
 
-    def __init__(self, url: str, *steps: Step, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, *steps: Step, only: str | None = None, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
         check_steps(steps)
+        if only is not None and not isinstance(only, str):
+            raise UsageError(f"Source(only={only!r}): pass a value of the field that the dataset was split by, a str")
+        object.__setattr__(self, "only", only)
         object.__setattr__(self, "url", url)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "storage_options", storage_options)
@@ -242,6 +249,7 @@ def resolve(
             found["mixture"] = resolve(source, found["buffer"], sizes, old.get("mixture"), f"{prefix}{name}/")
         else:
             found["steps"], found["batch"] = steps_fingerprint(source.steps), batch_fingerprint(source.steps)
+            found["only"] = source.only
             if "offset" in old:
                 found["offset"] = old["offset"]
         sources.append(found)
@@ -315,6 +323,10 @@ def _source_changes(was: Resolved, source: Source | Mixture, now: Mixture, path:
     found = []
     if isinstance(source, Mixture):
         found += changes(was["mixture"], source, f"{path}/")
+    elif was["only"] != source.only:
+        raise StateError(
+            f"source {path!r} was saved with only={was['only']!r} and has only={source.only!r}: give it another name"
+        )
     elif (was["steps"], was["batch"]) != (steps_fingerprint(source.steps), batch_fingerprint(source.steps)):
         raise StateError(f"source {path!r} has other steps than in the state: use the same, or give it another name")
     for name, asked in (("exhausted", now.exhausted), ("max_epochs", now.max_epochs)):

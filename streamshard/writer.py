@@ -14,7 +14,7 @@ import numpy as np
 
 from streamshard.catalog import current_tag, load_manifest, publish
 from streamshard.errors import StorageError, UsageError
-from streamshard.shard.manifest import Manifest, ShardGroup, column, decode_manifest
+from streamshard.shard.manifest import Manifest, ShardGroup, Split, column, decode_manifest
 from streamshard.shard.schema import Schema, merge
 from streamshard.shard.writer import FinishedShard, ShardWriter
 from streamshard.storage.open import open_store
@@ -44,6 +44,9 @@ class DatasetWriter:
         token accounting without reading data.
     writer: a name, for several writers at once: shards only; `commit_writers` publishes them together.
     append: add to the dataset that is there; without it an existing dataset is refused.
+    split_by: a field of text values that is to be constant within each shard: one shard is kept open for each value, and the
+        manifest says which shard has which, so that a `Mixture` can read the values as sources. Costs `shard_bytes` of memory
+        a value.
     metadata: JSON-safe facts for readers (tokenizer name and digest, origin ...).
     shard_bytes: size at which an object is finished; the default suits ranged reads and object counts alike.
     block_bytes: uncompressed size of a block, the unit of reading. Smaller blocks start faster and shuffle finer, larger
@@ -59,6 +62,7 @@ class DatasetWriter:
         url: str,
         *,
         length_field: str | None = None,
+        split_by: str | None = None,
         writer: str | None = None,
         append: bool = False,
         metadata: Mapping[str, Any] | None = None,
@@ -76,15 +80,17 @@ class DatasetWriter:
         self._append = append
         self._metadata = dict(metadata) if metadata is not None else None
         self._length_field = length_field
+        self._split_by = split_by
         self._sizes = {"shard_bytes": shard_bytes, "block_bytes": block_bytes, "level": level}
         self._on_progress = on_progress
         self._samples = self._packed = 0
-        self._done: list[FinishedShard] = []
+        self._done: list[tuple[str, FinishedShard]] = []  # value of the split field, shard
+        self._shards: dict[str, ShardWriter] = {}  # open ones, by value of the split field
         self._state = "new"
         self._base: Manifest | None = None
         self._tag: str | None = None
         self._schema: Schema = {}
-        self._uploads: deque[tuple[FinishedShard, Future[None]]] = deque()
+        self._uploads: deque[tuple[str, FinishedShard, Future[None]]] = deque()
 
     def __enter__(self) -> Self:
         self._open()
@@ -101,7 +107,7 @@ class DatasetWriter:
     @property
     def progress(self) -> WriterProgress:
         """How far this writer is."""
-        return WriterProgress(self._samples, self._packed, len(self._done), sum(shard.size for shard in self._done))
+        return WriterProgress(self._samples, self._packed, len(self._done), sum(shard.size for _, shard in self._done))
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Append one sample, a mapping of field names to values.
@@ -116,12 +122,26 @@ class DatasetWriter:
                 f"to values, for example {{'tokens': array}}"
             )
         try:
-            self._packed += self._shard.add(sample)
+            value = self._value(sample)
+            shard = self._shards.get(value) or self._new_shard(value)
+            self._packed += shard.add(sample)
         except UsageError as error:
             raise UsageError(f"sample {self._samples} ({_short(sample)}) is refused: {error}") from error
         self._samples += 1
-        if self._shard.full:
-            self._finish_shard()
+        if shard.full:
+            self._finish_shard(value)
+
+    def _value(self, sample: Mapping[str, Any]) -> str:
+        if self._split_by is None:
+            return ""
+        value = sample.get(self._split_by)
+        if not isinstance(value, str):
+            raise UsageError(f"split_by={self._split_by!r} needs text in that field, and this is {value!r}")
+        return value
+
+    def _new_shard(self, value: str) -> ShardWriter:
+        self._shards[value] = ShardWriter(length_field=self._length_field, schema=self._schema, **self._sizes)
+        return self._shards[value]
 
     def close(self) -> None:
         """Store what is left and publish (or, with `writer=`, leave the record that `commit_writers` reads)."""
@@ -129,8 +149,9 @@ class DatasetWriter:
             return
         self._open()
         try:
-            if self._shard.samples:
-                self._finish_shard()
+            for value in sorted(self._shards):
+                if self._shards[value].samples:
+                    self._finish_shard(value)
             while self._uploads:
                 self._await_upload()
             self._publish()
@@ -158,9 +179,9 @@ class DatasetWriter:
             self._base, self._tag = load_base(self._store, append=self._append)
             self._schema = dict(self._base.schema) if self._base else {}
             self._adopt_length_field()
+            self._adopt_split()
         self._probe()
         self._pool = ThreadPoolExecutor(_UPLOADS, "streamshard-upload")
-        self._shard = ShardWriter(length_field=self._length_field, schema=self._schema, **self._sizes)
         self._state = "open"
 
     def _adopt_length_field(self) -> None:
@@ -172,6 +193,17 @@ class DatasetWriter:
                 f"{self._store.url}; leave it out when appending"
             )
         self._length_field = self._base.length_field
+
+    def _adopt_split(self) -> None:
+        if self._base is None:
+            return
+        found = self._base.split.field if self._base.split is not None else None
+        if self._split_by not in (None, found):
+            raise UsageError(
+                f"split_by={self._split_by!r} differs from {found!r} of the dataset at {self._store.url}; leave it out when "
+                f"appending"
+            )
+        self._split_by = found
 
     def _refuse_second_writer(self) -> None:
         try:
@@ -197,12 +229,12 @@ class DatasetWriter:
         except StorageError as error:
             raise StorageError(f"{self._store.url} cannot be written to: {error}", kind=error.kind) from error
 
-    def _finish_shard(self) -> None:
+    def _finish_shard(self, value: str = "") -> None:
         while len(self._uploads) >= _UPLOADS:
             self._await_upload()
-        shard = self._shard.finish()
+        shard = self._shards[value].finish()
         key = template(self._writer).format(index=self._first_index + self._finished, digest=shard.index_digest)
-        self._uploads.append((shard, self._pool.submit(self._store.put, key, shard.data)))
+        self._uploads.append((value, shard, self._pool.submit(self._store.put, key, shard.data)))
 
     @property
     def _finished(self) -> int:
@@ -213,24 +245,32 @@ class DatasetWriter:
         return len(self._base) if self._base else 0
 
     def _await_upload(self) -> None:
-        shard, upload = self._uploads.popleft()
+        value, shard, upload = self._uploads.popleft()
         try:
             upload.result()
         except BaseException:
             self.abort()  # a dataset without this shard must never be published
             raise
-        self._done.append(replace(shard, data=b""))
+        self._done.append((value, replace(shard, data=b"")))
         if self._on_progress is not None:
             self._on_progress(self.progress)
 
+    def _split(self) -> Split | None:
+        if self._split_by is None:
+            return None
+        values = tuple(dict.fromkeys(value for value, _ in self._done))
+        return Split(self._split_by, values, column([values.index(value) for value, _ in self._done]))
+
     def _publish(self) -> None:
+        done = [shard for _, shard in self._done]
         part = Manifest(
+            split=self._split(),
             groups=(ShardGroup(template(self._writer), self._first_index, len(self._done)),) if self._done else (),
-            samples=column([shard.samples for shard in self._done]),
-            bytes=column([shard.size for shard in self._done]),
-            index_bytes=column([shard.index_bytes for shard in self._done]),
-            index_digests=column([shard.index_digest for shard in self._done]),
-            lengths=column([shard.length_sum for shard in self._done]),
+            samples=column([shard.samples for shard in done]),
+            bytes=column([shard.size for shard in done]),
+            index_bytes=column([shard.index_bytes for shard in done]),
+            index_digests=column([shard.index_digest for shard in done]),
+            lengths=column([shard.length_sum for shard in done]),
             schema=self._schema,
             length_field=self._length_field,
             metadata=self._metadata or {},
@@ -244,6 +284,21 @@ class DatasetWriter:
             raise UsageError(f"no sample was written to {self._store.url}; write at least one, nothing was published")
         whole = combine([*([("the dataset", self._base)] if self._base else []), ("this writer", part)], self._metadata)
         publish(self._store, whole, tag=self._tag)
+
+
+def _merged_split(parts: Sequence[tuple[str, Manifest]]) -> Split | None:
+    """One split out of those of several manifests, whose shards follow one another."""
+    fields = {part.split.field if part.split is not None else None for _, part in parts if len(part)}
+    if len(fields) > 1:
+        raise UsageError(
+            f"the parts are split by different fields {sorted(map(str, fields))}; write all with one split_by"
+        )
+    found = [part.split for _, part in parts if part.split is not None and len(part)]
+    if not found:
+        return None
+    values = tuple(dict.fromkeys(value for split in found for value in split.values))
+    whole = [values.index(split.values[which]) for split in found for which in split.column.tolist()]
+    return Split(found[0].field, values, column(whole))
 
 
 def commit_writers(
@@ -311,6 +366,7 @@ def combine(parts: Sequence[tuple[str, Manifest]], metadata: Mapping[str, Any] |
         groups=tuple(group for _, part in parts for group in part.groups),
         schema=merge([(name, part.schema) for name, part in parts]),
         length_field=next(iter(fields), None),
+        split=_merged_split(parts),
         metadata={**merged, **(metadata or {})},
         **columns,
     )

@@ -175,3 +175,57 @@ def test_a_failed_upload_fails_the_writer_and_publishes_nothing(tmp_path, monkey
         writer.write(sample(0))
     writer.close()
     assert not (tmp_path / "manifest.json").exists()
+
+
+def test_shards_are_split_by_a_field_and_the_manifest_says_how(tmp_path):
+    url = str(tmp_path)
+    with ss.DatasetWriter(url, split_by="lang", shard_bytes=1024, block_bytes=200) as writer:
+        for number in range(200):
+            writer.write({"id": number, "lang": "en" if number % 3 else "de", "text": str(number) * 10})
+    manifest = ss.open_manifest(url)
+    assert manifest.split.field == "lang"
+    assert sorted(manifest.split.values) == ["de", "en"]
+    found = {}
+    for item in ss.StreamDataset(url, provenance=True):
+        found.setdefault(item["__ref__"].shard, set()).add(item["lang"])
+    assert found == {n: {manifest.split.values[which]} for n, which in enumerate(manifest.split.column.tolist())}
+    assert manifest.only("de").total_samples == 67
+    assert manifest.only("de").version == manifest.version
+    assert sum(item["id"] for item in ss.StreamDataset(url)) == sum(range(200))
+
+
+def test_split_datasets_can_be_appended_to_and_committed_together(tmp_path):
+    def write(url, langs, **options):
+        with ss.DatasetWriter(url, **options) as writer:
+            for number in range(20):
+                writer.write({"id": number, "lang": langs[number % len(langs)]})
+
+    url = str(tmp_path / "appended")
+    write(url, ["en", "de"], split_by="lang")
+    write(url, ["fr", "de"], append=True)
+    split = ss.open_manifest(url).split
+    assert set(split.values) == {"en", "de", "fr"}
+    assert len(split.column) == 4
+    together = str(tmp_path / "together")
+    write(together, ["en", "de"], split_by="lang", writer="a")
+    write(together, ["fr", "en"], split_by="lang", writer="b")
+    assert set(ss.commit_writers(together, ["a", "b"]).split.values) == {"en", "de", "fr"}
+    assert ss.open_manifest(together).only("en").total_samples == 20
+
+
+def test_splits_that_cannot_be_are_refused(tmp_path):
+    with ss.DatasetWriter(str(tmp_path / "a"), split_by="lang") as writer:
+        with pytest.raises(UsageError, match="sample 0 .* split_by='lang' needs text in that field, and this is None"):
+            writer.write({"id": 1})
+        writer.write({"id": 1, "lang": "en"})
+    with (
+        pytest.raises(UsageError, match="split_by='domain' differs from 'lang'"),
+        ss.DatasetWriter(str(tmp_path / "a"), split_by="domain", append=True),
+    ):
+        pass
+    with ss.DatasetWriter(str(tmp_path / "b"), writer="x", split_by="lang") as writer:
+        writer.write({"lang": "en"})
+    with ss.DatasetWriter(str(tmp_path / "b"), writer="y") as writer:
+        writer.write({"lang": "en"})
+    with pytest.raises(UsageError, match="split by different fields"):
+        ss.commit_writers(str(tmp_path / "b"), ["x", "y"])

@@ -13,7 +13,7 @@ import builtins
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from streamshard.shard.schema import Schema
 FORMAT_VERSION = 1
 MANIFEST_KEY = "manifest.json"
 _COLUMNS = ("samples", "bytes", "index_bytes", "index_digests", "lengths")
+_SPLIT = "split"  # a column of datasets whose shards were split by a field
 _WIDTHS = ("<u1", "<u2", "<u4", "<u8")
 _TEMPLATE = re.compile(r"shards/[A-Za-z0-9_.-]*\{index:06d\}-\{digest:016x\}\.msgpack\.zst")
 
@@ -42,6 +43,15 @@ class ShardGroup:
 
 
 @dataclass(frozen=True)
+class Split:
+    """A field that is constant within each shard: its name, its values, and which of them each shard has."""
+
+    field: str
+    values: tuple[str, ...]
+    column: Column
+
+
+@dataclass(frozen=True)
 class Manifest:
     """An immutable list of shards. Columns have shape ``(shards,)``; `lengths` holds each shard's sum of lengths."""
 
@@ -54,6 +64,7 @@ class Manifest:
     schema: Schema
     length_field: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    split: Split | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -82,9 +93,23 @@ class Manifest:
     def version(self) -> str:
         """SHA-256 of the content, hexadecimal: the dataset version."""
         hasher = hashlib.sha256(_canonical(self._header()))
-        for name in _COLUMNS:
-            hasher.update(np.ascontiguousarray(getattr(self, name)).data)
+        for column in self._columns().values():
+            hasher.update(np.ascontiguousarray(column).data)
         return hasher.hexdigest()
+
+    def _columns(self) -> dict[str, Column]:
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        return columns if self.split is None else {**columns, _SPLIT: self.split.column}
+
+    def only(self, value: str) -> Manifest:
+        """The same version with the shards of one value of the split field; the others count as empty. Shard numbers stay."""
+        split = self.split
+        if split is None or value not in split.values:
+            raise KeyError(value)
+        mine = split.column == split.values.index(value)
+        found = replace(self, samples=np.where(mine, self.samples, 0), lengths=np.where(mine, self.lengths, 0))
+        found.__dict__["version"] = self.version
+        return found
 
     def key(self, shard: int) -> str:
         """Object key of a shard, relative to the dataset's URL."""
@@ -96,7 +121,9 @@ class Manifest:
         raise IndexError(shard)
 
     def _header(self) -> dict[str, Any]:
+        split = {} if self.split is None else {"split": {"field": self.split.field, "values": list(self.split.values)}}
         return {
+            **split,
             "format": FORMAT_VERSION,
             "schema": self.schema,
             "length_field": self.length_field,
@@ -108,12 +135,13 @@ class Manifest:
                 "length": self.total_length,
             },
             "groups": [[g.template, g.first, g.count] for g in self.groups],
-            "columns": {name: getattr(self, name).dtype.str.replace("|", "<") for name in _COLUMNS},
+            "columns": {name: column.dtype.str.replace("|", "<") for name, column in self._columns().items()},
         }
 
     def encode(self, *, created: str) -> builtins.bytes:
         """The bytes of ``manifest.json``; `created` is a timestamp for people, outside of the version."""
-        data = {name: base64.b64encode(np.ascontiguousarray(getattr(self, name)).data).decode() for name in _COLUMNS}
+        columns = self._columns().items()
+        data = {name: base64.b64encode(np.ascontiguousarray(values).data).decode() for name, values in columns}
         document = {**self._header(), "version": self.version, "created": created, "data": data}
         return json.dumps(document, indent=1).encode()
 
@@ -166,15 +194,22 @@ def _from_document(document: dict[str, Any]) -> Manifest:
         if not _TEMPLATE.fullmatch(group.template):
             raise DataError(f"the shard key template {group.template!r} is not of the form {_TEMPLATE.pattern}")
     count = sum(group.count for group in groups)
-    columns = {}
-    for name in _COLUMNS:
+    columns: dict[str, Any] = {}
+    for name in (*_COLUMNS, _SPLIT) if _SPLIT in document else _COLUMNS:
         dtype = document["columns"][name]
         if dtype not in _WIDTHS:
             raise DataError(f"column {name!r} has dtype {dtype!r}; known are {', '.join(_WIDTHS)}")
         columns[name] = np.frombuffer(base64.b64decode(document["data"].pop(name)), dtype)
         if len(columns[name]) != count:
             raise DataError(f"column {name!r} has {len(columns[name])} entries for {count} shards")
+    split = None
+    if _SPLIT in document:
+        values, which = tuple(document[_SPLIT]["values"]), columns.pop(_SPLIT)
+        if len(which) and int(which.max()) >= len(values):
+            raise DataError(f"column {_SPLIT!r} names value {int(which.max())} of {len(values)}")
+        split = Split(str(document[_SPLIT]["field"]), values, which)
     return Manifest(
+        split=split,
         groups=groups,
         schema=document["schema"],
         length_field=document["length_field"],

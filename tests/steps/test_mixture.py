@@ -570,3 +570,33 @@ def test_the_command_line_shows_what_a_mixture_has_had(urls, tmp_path, capsys):
         assert f"{name}: {progress.samples} samples, {progress.tokens} tokens" in shown
     assert main(["state", "show", str(tmp_path / "state.json"), "--data", urls["web"], "--buffers"]) == 2
     assert "buffers of a Mixture" in capsys.readouterr().err
+
+
+def test_the_values_of_a_field_can_be_the_sources(tmp_path):
+    """In one dataset, whose shards were split by the field while it was written."""
+    url, rng = str(tmp_path / "all"), np.random.default_rng(0)
+    with ss.DatasetWriter(url, length_field="tokens", split_by="lang", shard_bytes=1 << 12, block_bytes=400) as writer:
+        for number in range(300):
+            lang = ("en", "de", "fr")[min(2, int(rng.exponential(0.7)))]
+            writer.write({"id": number, "lang": lang, "tokens": rng.integers(0, 9, 1 + number % 30, dtype=np.uint16)})
+    mixture = ss.Mixture({lang: ss.Source(url, only=lang) for lang in ("de", "en")}, {"en": 1, "de": 1})
+    items = take(read(mixture), 600)
+    assert all(item["lang"] == item["__ref__"].source for item in items)
+    assert shares(items) == pytest.approx({"de": 0.5, "en": 0.5}, abs=0.01)
+    assert_exact_resume(lambda: read(mixture, ss.Pack(48, window=9)), items=40, chain=1)
+    ended = [
+        item["lang"]
+        for item in read(ss.Mixture({"en": ss.Source(url, only="en")}, (1,), exhausted="drop"), repeat=False)
+    ]
+    assert ended == ["en"] * len(ended)
+    assert len(ended) == read(mixture).manifests["en"].total_samples
+    with pytest.raises(UsageError, match=r"'it' has only='it', and .* has lang in \['de', 'en', 'fr'\]"):
+        take(read(ss.Mixture({"it": ss.Source(url, only="it")}, (1,))), 1)
+    with pytest.raises(StateError, match="source 'en' was saved with only='en' and has only='fr'"):
+        changed = ss.Mixture({"de": ss.Source(url, only="de"), "en": ss.Source(url, only="fr")}, (1, 1))
+        read(changed).load_state_dict(read(mixture).state_dict())
+
+
+def test_a_source_that_was_not_split_cannot_be_read_in_part(urls):
+    with pytest.raises(UsageError, match="was not written with split_by="):
+        take(read(ss.Mixture({"web": ss.Source(urls["web"], only="en")}, (1,))), 1)
