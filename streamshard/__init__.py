@@ -22,6 +22,7 @@ from streamshard.order.cursor import Ref
 from streamshard.sources import Mixture, Source
 from streamshard.state import merge_states
 from streamshard.steps.batch import Batch
+from streamshard.steps.bucket import BucketBatch
 from streamshard.steps.contract import Segment
 from streamshard.steps.counts import Counts, SourceCounts, SourceProgress
 from streamshard.steps.filter import Filter
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "BucketBatch",
     "CorruptError",
     "Counts",
     "DataError",

@@ -11,9 +11,9 @@ import copy
 import logging
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ from streamshard.steps.pipeline import (
     window,
 )
 from streamshard.steps.saved import held_in
-from streamshard.steps.step import Holding, Step, StepContext
+from streamshard.steps.step import Step, StepContext
 from streamshard.storage.open import CACHE_BYTES, open_store
 from streamshard.storage.policy import StoragePolicy
 from streamshard.storage.store import Store
@@ -144,19 +144,11 @@ class StreamDataset(IterableDataset[Any]):
         self.steps = steps
         self.topology = topology
         _check_source(source, repeat=repeat)
-
-        def opened(url: str, options: Mapping[str, Any] | None) -> Store:
-            return open_store(
-                url, options, transport=transport, policy=storage_policy, hook=on_event, cache_dir=cache_dir,
-                cache_bytes=cache_bytes,
-            )  # fmt: skip
-
-        self._mixing = None
-        if isinstance(source, Mixture):
-            self._mixing = Mixing(source, lambda one: opened(one.url, one.storage_options or storage_options))
-            self._stores = [*self._mixing.stores.values()]
-        else:
-            self._stores = [opened(source, storage_options)]
+        opened = partial(
+            open_store, transport=transport, policy=storage_policy, hook=on_event, cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
+        )  # fmt: skip
+        self._mixing, self._stores = _open_source(source, opened, storage_options)
         self._on_event = on_event
         self._order = OrderSpec(
             partitions=0,  # filled in when an iteration begins
@@ -174,6 +166,10 @@ class StreamDataset(IterableDataset[Any]):
         self._verify_ranks = verify_ranks
         self._first_step: FirstStep | None = None  # once made, it was passed
         self._budget = prefetch_bytes
+        self._begin_nowhere()
+
+    def _begin_nowhere(self) -> None:
+        """Before anything was read or loaded."""
         self._manifest: Manifest | None = None
         self._history: list[tuple[int, str]] = []  # earlier dataset versions: (first epoch, version)
         self._pending: Snapshot | None = None
@@ -327,7 +323,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def count(self, partitions: Iterable[PartitionState], *, over_ranks: bool) -> Counts:
         """For loaders: what had left this rank when `partitions` stood so."""
-        if not any(isinstance(step, Holding) for step in self.steps):
+        if counted(self.steps, start_cursor(self.steps, (0, 0))) is None:
             raise UsageError(f"{self!r} has no step that counts tokens; add one, such as Pack")
         found = [counted(self.steps, part.cursor) for part in partitions]
         counts = sum((one for one in found if one is not None), Counts())
@@ -897,6 +893,16 @@ def left_in_the_middle(epoch: int) -> str:
         f"a new iteration begins while the last one was left in the middle: it starts at the beginning of epoch {epoch} again, "
         f"and samples already delivered come a second time. To go on, load a state first"
     )
+
+
+def _open_source(
+    source: str | Mixture, opened: Callable[[str, Mapping[str, Any] | None], Store], options: Mapping[str, Any] | None
+) -> tuple[Mixing | None, list[Store]]:
+    """What a dataset reads, and the stores that it is in."""
+    if isinstance(source, Mixture):
+        mixing = Mixing(source, lambda one: opened(one.url, one.storage_options or options))
+        return mixing, [*mixing.stores.values()]
+    return None, [opened(source, options)]
 
 
 def _check_source(source: object, *, repeat: bool) -> None:

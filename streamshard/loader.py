@@ -30,6 +30,7 @@ from streamshard.observe.events import LoaderCounters, StorageCounters
 from streamshard.staging.buffers import Buffers
 from streamshard.staging.device import check_device, open_device
 from streamshard.staging.stager import Slot
+from streamshard.steps.pipeline import BATCHING
 from streamshard.steps.tensors import Empty, fresh
 from streamshard.steps.tensors import collate as default_collate
 
@@ -356,7 +357,7 @@ def _check_dataset(dataset: object, batch_size: int | None, collate: object) -> 
         raise UsageError(
             f"StreamLoader reads a StreamDataset, not a {type(dataset).__name__}; use torch's DataLoader for others"
         )
-    batches = [step.label for step in dataset.steps if step.fingerprint()["step"] == "Batch"]
+    batches = [step.label for step in dataset.steps if step.fingerprint()["step"] in BATCHING]
     if batch_size is not None and batches:
         raise UsageError(
             f"StreamLoader(batch_size={batch_size!r}) would batch the batches of {batches[0]}; leave batch_size out, or take "

@@ -12,8 +12,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from streamshard.errors import DataError, StateError, UsageError
+from streamshard.errors import StateError, UsageError
 from streamshard.order.mixture import Plan, buffers, integer_weights
+from streamshard.steps.contract import Length
 from streamshard.steps.pipeline import batch_fingerprint, check_steps, steps_fingerprint
 from streamshard.steps.step import Step
 
@@ -197,28 +198,6 @@ def _check_sources(sources: object) -> None:
         if not isinstance(source, str | Source | Mixture):
             cure = "a StreamDataset has an order of its own: pass its URL, with steps as Source(url, step, ...)"
             raise UsageError(f"Mixture: source {name!r} is a {type(source).__name__}; {cure}")
-
-
-class Length:
-    """How many tokens an item has: an int in its field, or a value for each token."""
-
-    def __init__(self, field: str | None, *, needed: bool) -> None:
-        self._needed = needed
-        self._fields = ("input_ids", "tokens") if field is None else (field,)
-
-    def __call__(self, item: Any) -> int:
-        """Raises `DataError` naming the field, what is there, and the cure."""
-        for name in self._fields:
-            value = item.get(name) if isinstance(item, Mapping) else None
-            if value is not None:
-                return int(value) if isinstance(value, int) else len(value)
-        if not self._needed:
-            return 0
-        found = sorted(item) if isinstance(item, Mapping) else f"a {type(item).__name__}"
-        raise DataError(
-            f"a Mixture counts tokens, and a sample has none in {' or '.join(map(repr, self._fields))}; it has {found}. Name "
-            f"the field with Mixture(length=...), make it in a Map of the Source, or mix with unit='samples'"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------ resolved

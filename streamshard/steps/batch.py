@@ -1,16 +1,19 @@
-"""`Batch`: n items of one partition as one micro-batch of tensors."""
+"""`Batch`: items of one partition as one micro-batch of tensors: so many, or as many as so many tokens hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from streamshard.errors import UsageError
 from streamshard.order.cursor import Cursor
+from streamshard.steps.counts import Counts, thaw
+from streamshard.steps.padded import Padded
 from streamshard.steps.step import Passing, Stage, StepContext, check_callable, function_name
 from streamshard.steps.tensors import RAGGED, collate
+from streamshard.steps.token_batch import TokenBatchStage, first_cursor
 
 
 @dataclass(frozen=True)
@@ -26,18 +29,33 @@ class Batch:
     drop_last: whether the incomplete batch at the end of a finite epoch is dropped (and counted) or kept. With
         ``repeat=True`` batches run across epochs and there is no last one.
     collate_fn: called with the list of items instead of all this.
+    max_tokens: instead of `size`, or beside it: a batch has as many consecutive items as cost at most so many tokens, padding
+        included (items x the longest of them). Items are then documents, and the batch is by the batch contract, one document
+        a row, counted by source; `fields`, `pad_id`, `overflow`, `length` and `collate_fn` as for `BucketBatch`.
     """
 
-    size: int
+    size: int | None = None
     drop_last: bool = False
     ragged: str = "error"
     pad_value: float = 0
     collate_fn: Callable[[list[Any]], Any] | None = None
     version: str | int | None = None
+    max_tokens: int | None = None
+    fields: Mapping[str, str] | None = None
+    length: str | None = None
+    overflow: str = "error"
+    pad_id: int = 0
+    _padded: Padded | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
+        if self.size is None and self.max_tokens is None:
+            raise UsageError("Batch(): pass the number of items, or max_tokens=")
+        if self.size is not None and (type(self.size) is not int or self.size < 1):
             raise UsageError(f"Batch({self.size!r}): the number of items must be an int >= 1")
+        if self.max_tokens is not None:
+            self._check_max_tokens(self.max_tokens)
+        elif self.fields is not None or self.length is not None:
+            raise UsageError("Batch(fields=..., length=...) is about max_tokens=: pass that too, or leave them out")
         if self.ragged not in RAGGED:
             raise UsageError(f"Batch(ragged={self.ragged!r}): choose one of {', '.join(map(repr, RAGGED))}")
         if not isinstance(self.pad_value, int | float):
@@ -45,11 +63,28 @@ class Batch:
         if self.collate_fn is not None:
             check_callable("Batch", self.collate_fn)
 
+    def _check_max_tokens(self, max_tokens: int) -> None:
+        if self.ragged != "error" or self.drop_last:
+            raise UsageError(
+                f"Batch(max_tokens={max_tokens}): ragged= and drop_last= are about batches of a number of items; leave them out"
+            )
+        padded = Padded(
+            "Batch", max_tokens, fields=self.fields, length=self.length, overflow=self.overflow, pad_id=self.pad_id,
+            collate_fn=self.collate_fn,
+        )  # fmt: skip
+        object.__setattr__(self, "_padded", padded)
+
     @property
     def label(self) -> str:
-        return f"Batch({self.size})"
+        return f"Batch({self.size})" if self.max_tokens is None else f"Batch(max_tokens={self.max_tokens})"
 
     def fingerprint(self) -> dict[str, Any]:
+        if self.max_tokens is not None:
+            return {
+                "step": "TokenBatch", "most": self.size, "max_tokens": self.max_tokens, "fields": dict(self.fields or {}),
+                "length": self.length, "overflow": self.overflow, "pad_id": self.pad_id, "version": self.version,
+                "collate_fn": None if self.collate_fn is None else function_name(self.collate_fn),
+            }  # fmt: skip
         return {
             "step": "Batch", "size": self.size, "drop_last": self.drop_last, "ragged": self.ragged,
             "pad_value": repr(float(self.pad_value)), "version": self.version,
@@ -57,16 +92,24 @@ class Batch:
         }  # fmt: skip
 
     def start(self, inner: Cursor) -> Cursor:
-        return inner, 0
+        return (inner, 0) if self.max_tokens is None else first_cursor(inner)
 
     def inner(self, cursor: Cursor) -> Cursor:
         upstream: Cursor = cursor[0]
         return upstream
 
-    def left(self, upstream: int, cursor: Cursor) -> int:  # noqa: ARG002  (between batches it holds nothing)
+    def counts(self, cursor: Cursor) -> Counts | None:
+        """What had left at `cursor`; a number of items is not counted in tokens."""
+        return None if self.max_tokens is None else thaw(cursor[-1])
+
+    def left(self, upstream: int, cursor: Cursor) -> int | None:  # noqa: ARG002  (between batches it holds nothing)
+        if self.size is None or self.max_tokens is not None:
+            return None
         return upstream // self.size if self.drop_last else -(-upstream // self.size)
 
-    def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:  # noqa: ARG002  (the protocol's)
+    def open(self, upstream: Stage, cursor: Cursor, context: StepContext) -> Stage:
+        if self._padded is not None:
+            return TokenBatchStage(self, self._padded, upstream, cursor, context)
         return _BatchStage(self, upstream, cursor)
 
 
@@ -75,7 +118,9 @@ class _BatchStage(Passing):
 
     def __init__(self, step: Batch, upstream: Stage, cursor: Cursor) -> None:
         super().__init__(upstream)
+        assert step.size is not None  # else another stage is opened
         self._step = step
+        self._size = step.size
         self._dropped: int = cursor[1]
 
     def cursor(self) -> Cursor:
@@ -87,8 +132,8 @@ class _BatchStage(Passing):
 
     def __iter__(self) -> Iterator[Any]:
         step, upstream = self._step, iter(self._upstream)
-        while items := list(islice(upstream, step.size)):
-            if len(items) < step.size and step.drop_last:
+        while items := list(islice(upstream, self._size)):
+            if step.drop_last and len(items) < self._size:
                 self._dropped += len(items)
                 return
             yield self._collate(items)

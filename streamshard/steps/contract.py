@@ -141,6 +141,28 @@ class Fields:
         return values
 
 
+class Length:
+    """How many tokens an item has: an int in its field, or a value for each token."""
+
+    def __init__(self, field: str | None, *, needed: bool) -> None:
+        self._needed = needed
+        self._fields = ("input_ids", "tokens") if field is None else (field,)
+
+    def __call__(self, item: Any) -> int:
+        """Raises `DataError` naming the field, what is there, and the cure."""
+        for name in self._fields:
+            value = item.get(name) if isinstance(item, Mapping) else None
+            if value is not None:
+                return int(value) if isinstance(value, int) else len(value)
+        if not self._needed:
+            return 0
+        found = sorted(item) if isinstance(item, Mapping) else f"a {type(item).__name__}"
+        raise DataError(
+            f"tokens are counted, and a sample has none in {' or '.join(map(repr, self._fields))}; it has {found}. Name "
+            f"the field with length=..., make it in a Map before, or, in a Mixture, mix with unit='samples'"
+        )
+
+
 def _column(field: str, value: Any, cure: str) -> Array:
     if isinstance(value, np.ndarray):
         array: Array = value

@@ -147,6 +147,11 @@ class Tally:
             mine = self.of(path)
             mine[:] = map(sum, zip(mine, numbers, strict=True))
 
+    def clear(self) -> None:
+        """Begin again."""
+        self._rows = self._physical = 0
+        self._sources = {}
+
     def frozen(self) -> Cursor:
         """Immutable, safe for JSON, the same for the same counts."""
         return self._rows, self._physical, tuple((path, *numbers) for path, numbers in sorted(self._sources.items()))

@@ -164,7 +164,7 @@ class Packer:
             )
         return document, length
 
-    def again(self, content: Document, start: int) -> tuple[Document, int]:
+    def again(self, content: Document, length: int, start: int) -> tuple[Document, int]:  # noqa: ARG002  (the protocol's)
         cut = content.cut(start, start + self.size)
         return cut, len(cut.input_ids)
 

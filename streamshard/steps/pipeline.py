@@ -13,8 +13,9 @@ from streamshard.steps.counts import Counts
 from streamshard.steps.filter import Filter
 from streamshard.steps.flat_map import FlatMap
 from streamshard.steps.map import Map
-from streamshard.steps.step import Holding, SourceStage, Stage, Step, StepContext
+from streamshard.steps.step import Counting, Holding, SourceStage, Stage, Step, StepContext
 
+BATCHING = ("Batch", "TokenBatch", "BucketBatch")  # steps, by the names in fingerprints, whose items are batches
 _STEP_VERBS = ("label", "fingerprint", "start", "inner", "left", "open")
 
 
@@ -51,7 +52,7 @@ def start_cursor(steps: Sequence[Step], source: Cursor, counts: Cursor | None = 
     cursor = source
     for step in steps:
         cursor = step.start(cursor)
-        if counts is not None and isinstance(step, Holding):
+        if counts is not None and isinstance(step, Counting) and step.counts(cursor) is not None:
             cursor = *cursor[:-1], counts
     return cursor
 
@@ -151,7 +152,10 @@ def at_border(steps: Sequence[Step], cursor: Cursor) -> bool:
 
 def counted(steps: Sequence[Step], cursor: Cursor) -> Counts | None:
     """What had left at `cursor`, as the last step that counts has it; None if none does."""
-    return next((step.counts(own) for step, own in _holding(steps, cursor)), None)
+    for step, own in zip(reversed(steps), _cursors(steps, cursor), strict=False):
+        if isinstance(step, Counting) and (found := step.counts(own)) is not None:
+            return found
+    return None
 
 
 def _holding(steps: Sequence[Step], cursor: Cursor) -> Iterator[tuple[Holding, Cursor]]:
@@ -167,7 +171,9 @@ def steps_fingerprint(steps: Sequence[Step]) -> list[dict[str, Any]]:
 
 def batch_fingerprint(steps: Sequence[Step]) -> list[int]:
     """The sizes of the `Batch` steps: apart, because a change of batch size can be allowed by itself."""
-    return [step.size for step in steps if isinstance(step, Batch)]
+    return [
+        step.size for step in steps if isinstance(step, Batch) and step.size is not None and step.max_tokens is None
+    ]
 
 
 def window(steps: Sequence[Step]) -> int:

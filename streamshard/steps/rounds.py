@@ -68,8 +68,8 @@ class Planner(Protocol):
     def cut(self, piece: Piece, tally: Tally) -> list[Piece]:
         """`piece`, a whole document, as one or several pieces; none if it is dropped, which is counted."""
 
-    def again(self, content: Any, start: int) -> tuple[Any, int]:
-        """(content, length) of the piece of a document that begins at `start`."""
+    def again(self, content: Any, length: int, start: int) -> tuple[Any, int]:
+        """(content, length) of the piece that begins at `start` of a document of `length`."""
 
     def plan(self, pieces: Sequence[Piece], *, last: bool) -> Plan:
         """Rows out of pieces; all of them if this is the `last` round."""
@@ -214,7 +214,7 @@ class RoundStage(Passing):
         for identity, item, ref in self._again:
             for piece in wanted.get(identity, ()):
                 content, whole = self._planner.content(item, ref if self._context.provenance else None)
-                content, length = self._planner.again(content, piece.start)
+                content, length = self._planner.again(content, whole, piece.start)
                 if length > 0:
                     found[piece] = Piece(identity, content, piece.start, length, whole, piece.age, piece.first)
         pieces = [found[piece] for piece in self._carried if piece in found]

@@ -28,8 +28,10 @@ def held_in(fingerprints: Sequence[Mapping[str, Any]], cursor: Cursor) -> Held |
     for found in reversed(fingerprints):
         if found["step"] == "Pack" and found["algorithm"] == "concat":
             return Held("Pack", cursor[-1], len(decode(cursor[1])), 0)
-        if found["step"] == "Pack":
-            return Held("Pack", cursor[-1], len(decode(cursor[0][1])), cursor[1])
+        if found["step"] in ("Pack", "BucketBatch"):
+            return Held(found["step"], cursor[-1], len(decode(cursor[0][1])), cursor[1])
+        if found["step"] == "TokenBatch":
+            return Held("Batch", cursor[-1], 0, 0)
         if found["step"] != "Map" or found["batch"] is not None:
             cursor = cursor[0]
     return None

@@ -105,17 +105,22 @@ class Step(Protocol):
 
 
 @runtime_checkable
+class Counting(Protocol):
+    """Of steps that count what leaves."""
+
+    def counts(self, cursor: Cursor) -> Counts | None:
+        """What had left at `cursor`, whose last element has it as `Tally` does; None if this one does not count."""
+
+
+@runtime_checkable
 class Holding(Protocol):
-    """Of steps that hold items back and count what leaves: `Pack`, `BucketBatch`."""
+    """Of steps that hold items back, which a resume makes again: `Pack`, `BucketBatch`."""
 
     @property
     def label(self) -> str: ...
 
     def carried(self, cursor: Cursor) -> Sequence[Any]:
         """What a stage at `cursor` holds: records with an `identity`."""
-
-    def counts(self, cursor: Cursor) -> Counts:
-        """What had left at `cursor`: its last element, as `Tally` has it."""
 
     def reached(self, cursor: Cursor) -> int:
         """The epoch up to which something may have left at `cursor`, if that is another than the upstream's."""
