@@ -6,6 +6,8 @@ lengths. The lengths are drawn here, or come from files:
     --lengths FILE     a JSON list of lengths, packed as they are
     --histogram FILE   JSON {name: {"counts": [how many of length 1, of length 2, ...]}}; 100,000 are drawn
     --size N           rows of N tokens for these; may be repeated
+    --balance K        also: by how much the dearest of eight ranks is above the mean, in steps of K rows, with and without
+                       Pack(balance=K); 100,000 draws, cost is the sum of squared document lengths, which attention costs
 
 The cost is that of planning (microseconds a document) and of making rows (nanoseconds a token), on this machine.
 """
@@ -72,6 +74,19 @@ def pack(lengths: Lengths, size: int, *, make: bool, **options: Any) -> tuple[fl
     return 1 - step.counts(stage.cursor()).padding, seconds
 
 
+def imbalance(lengths: Lengths, size: int, rows: int, *, balance: bool) -> float:
+    """Mean over steps of (dearest rank's cost / mean cost), of 100,000 draws over eight partitions."""
+    ranks = []
+    for part in np.array_split(np.random.default_rng(0).choice(lengths, DRAWS), 8):
+        step, documents = ss.Pack(size, balance=rows if balance else None), Documents(part)
+        stage: Any = step.open(documents, step.start((0, 0)), StepContext(0, 1, past=documents))
+        stage._planner.make = lambda row: sum(piece.length**2 for piece in row)  # noqa: SLF001
+        ranks.append(np.array(list(stage)))
+    steps = min(map(len, ranks)) // rows
+    costs = np.stack([rank[: steps * rows].reshape(steps, rows).sum(1) for rank in ranks])
+    return float((costs.max(0) / costs.mean(0)).mean())
+
+
 def lognormal(seed: int) -> Lengths:
     """Mean 800, sigma 1."""
     drawn = np.random.default_rng(seed).lognormal(np.log(800) - 0.5, 1, DRAWS)
@@ -108,6 +123,7 @@ def main() -> None:
     parser.add_argument("--histogram", type=Path, action="append", default=[])
     parser.add_argument("--size", type=int, action="append")
     parser.add_argument("--orders", type=int, default=5)
+    parser.add_argument("--balance", type=int)
     args = parser.parse_args()
     print(f"{'corpus':<36} {'row':>6} {'efficiency':>11} {'us a document':>14} {'ns a token':>11}")
     for name, size, orders in corpora(args):
@@ -117,6 +133,9 @@ def main() -> None:
             f"{name:<36} {size:>6} {100 * statistics.median(efficiencies):>10.3f}% "
             f"{1e6 * statistics.median(seconds) / len(orders[0]):>14.1f} {1e9 * made / int(orders[0].sum()):>11.1f}"
         )
+        if args.balance:
+            found = [imbalance(orders[0], size, args.balance, balance=balance) for balance in (False, True)]
+            print(f"    steps of {args.balance} rows on 8 ranks, max / mean: {found[0]:.4f}, balanced {found[1]:.4f}")
     rows = [len_rows(normal(0), size) for size in (8192, 8193)]
     print(
         f"normal(4096, 512): {rows[0]} rows of 8192, {rows[1]} of 8193: {100 * abs(rows[0] - rows[1]) / rows[0]:.3f} %"

@@ -480,7 +480,7 @@ def test_a_damaged_state(directory):
 def test_an_unknown_permission(directory):
     with pytest.raises(ss.UsageError) as error:
         ss.StreamDataset(str(directory), partitions=4).load_state_dict(state_of(directory), allow={"seed"})
-    check(error, ss.UsageError, "allow='seed'", "unknown", "'batch', 'dataset', 'steps'")
+    check(error, ss.UsageError, "allow='seed'", "unknown", "'batch', 'dataset', 'mixture', 'steps'")
 
 
 def test_states_that_do_not_merge(directory):

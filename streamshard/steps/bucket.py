@@ -165,6 +165,9 @@ class Bucketer:
         place = bisect_left(self._boundaries, longest)
         return self._boundaries[place] if self._fixed and place < len(self._boundaries) else longest
 
+    def arrange(self, rows: list[list[Piece]]) -> list[list[Piece]]:
+        return rows
+
     def make(self, row: Sequence[Piece]) -> Any:
         return self._padded.make(row, self._length(row), provenance=self._provenance)
 

@@ -26,7 +26,7 @@ from streamshard.steps.counts import (
     Tally,
     thaw,
 )
-from streamshard.steps.planner import best_fit
+from streamshard.steps.planner import balanced, best_fit
 from streamshard.steps.rounds import Piece, Plan, RoundStage, first_cursor
 from streamshard.steps.step import Stage, StepContext
 
@@ -52,6 +52,10 @@ class Pack:
     max_segments: the most documents of a row. ``cu_seqlens`` then has a fixed length, and ``max_seqlen`` a fixed value, for
         compiled models.
 
+    balance: rows leave in groups of so many, each group with about the same sum of squared document lengths, which is what
+        attention costs. With as many rows a step from each rank (micro-batches and accumulation included), ranks then take
+        about equally long, without talking to one another. With ``"best_fit"`` only.
+
     What has left is counted by source: `StreamLoader.counts`. Only `Map`, `Filter` and `FlatMap` may come before it. The order
     of the rows is shuffled within a window.
     """
@@ -64,6 +68,7 @@ class Pack:
     pad_id: int = 0
     shifted_labels: bool = False
     max_segments: int | None = None
+    balance: int | None = None
     version: str | int | None = None
     _fields: Fields = field(init=False, repr=False, compare=False)
 
@@ -71,10 +76,11 @@ class Pack:
         for name, value, least in (("sequence_length", self.sequence_length, 2), ("window", self.window, 1)):
             if type(value) is not int or value < least:
                 raise UsageError(f"Pack({name}={value!r}): it must be an int >= {least}")
-        if self.max_segments is not None and (type(self.max_segments) is not int or self.max_segments < 1):
-            raise UsageError(
-                f"Pack(max_segments={self.max_segments!r}): it must be an int >= 1, or None for any number"
-            )
+        for name, optional in (("max_segments", self.max_segments), ("balance", self.balance)):
+            if optional is not None and (type(optional) is not int or optional < 1):
+                raise UsageError(f"Pack({name}={optional!r}): it must be an int >= 1, or None")
+        if self.algorithm == "concat" and self.balance is not None:
+            raise UsageError("Pack(balance=..., algorithm='concat'): rows that are cut anywhere are not reordered")
         if type(self.pad_id) is not int or not 0 <= self.pad_id < 1 << 63:
             raise UsageError(f"Pack(pad_id={self.pad_id!r}): a token id is an int from 0 on, of 63 bits")
         for name, choice, known in (
@@ -98,7 +104,8 @@ class Pack:
         return {
             "step": "Pack", "sequence_length": self.sequence_length, "fields": dict(self.fields or {}),
             "window": self.window, "overflow": self.overflow, "algorithm": self.algorithm, "pad_id": self.pad_id,
-            "shifted_labels": self.shifted_labels, "max_segments": self.max_segments, "version": self.version,
+            "shifted_labels": self.shifted_labels, "max_segments": self.max_segments, "balance": self.balance,
+            "version": self.version,
         }  # fmt: skip
 
     def start(self, inner: Cursor) -> Cursor:
@@ -151,6 +158,7 @@ class Packer:
         self.size = step.sequence_length
         self.segments = step.max_segments
         self._overflow = step.overflow
+        self._balance = step.balance
         self._fields = fields
         self._layout = layout
 
@@ -199,10 +207,25 @@ class Packer:
         rows.sort(key=_fill, reverse=True)  # stable: of equally full rows, the one begun first
         keep = max(1, 9 * len(rows) // 10)
         leaves = [place < keep or any(piece.age >= 2 for piece in row) for place, row in enumerate(rows)]
+        self._keep_groups_whole(leaves, rows, len(full))
         emitted = [_as_read(row) for row, goes in zip(rows, leaves, strict=True) if goes]
         return Plan(
             full + emitted, [piece for row, goes in zip(rows, leaves, strict=True) if not goes for piece in row]
         )
+
+    def _keep_groups_whole(self, leaves: list[bool], rows: list[list[Piece]], full: int) -> None:
+        """Hold back the emptiest rows that may wait, so that a whole number of groups leaves."""
+        over = (full + sum(leaves)) % self._balance if self._balance else 0
+        may_wait = [place for place, row in enumerate(rows) if leaves[place] and all(piece.age < 2 for piece in row)]
+        if 0 < over <= len(may_wait) and full + sum(leaves) > over:
+            for place in may_wait[-over:]:
+                leaves[place] = False
+
+    def arrange(self, rows: list[list[Piece]]) -> list[list[Piece]]:
+        if self._balance is None:
+            return rows
+        costs = [sum(piece.length**2 for piece in row) for row in rows]
+        return [rows[place] for place in balanced(costs, self._balance)]
 
     def make(self, row: Sequence[Piece]) -> dict[str, Any]:
         return self._layout.row([piece.content for piece in row], [piece.start for piece in row])

@@ -74,6 +74,9 @@ class Planner(Protocol):
     def plan(self, pieces: Sequence[Piece], *, last: bool) -> Plan:
         """Rows out of pieces; all of them if this is the `last` round."""
 
+    def arrange(self, rows: list[list[Piece]]) -> list[list[Piece]]:
+        """The order in which rows leave, given a shuffled one."""
+
     def make(self, row: Sequence[Piece]) -> Any:
         """The item of a row."""
 
@@ -225,7 +228,7 @@ class RoundStage(Passing):
     def _shuffled(self, rows: list[list[Piece]], checksum: int) -> list[list[Piece]]:
         """Planned rows come longest document first, which would bias training."""
         key = stream_key(self._context.seed, "rows", self._context.place, checksum)
-        return [rows[place] for place in permutation(key, len(rows)).tolist()]
+        return self._planner.arrange([rows[place] for place in permutation(key, len(rows)).tolist()])
 
     def _make(self) -> Any:
         try:

@@ -19,7 +19,7 @@ from streamshard.jump import start_of
 from streamshard.order.cursor import Ref
 from streamshard.prefetch.access import ShardAccess
 from streamshard.steps.carried import Carried, decode, encode
-from streamshard.steps.planner import best_fit
+from streamshard.steps.planner import balanced, best_fit
 from streamshard.steps.step import StepContext
 from streamshard.testing import assert_exact_resume
 from tests import naive
@@ -481,6 +481,8 @@ def test_every_token_can_be_traced_to_its_sample(tmp_path):
         ({"algorithm": "first_fit"}, "'best_fit', 'concat'"),
         ({"algorithm": "concat", "overflow": "drop"}, "use overflow='split'"),
         ({"max_segments": 0}, "max_segments=0"),
+        ({"balance": 0}, "balance=0"),
+        ({"balance": 4, "algorithm": "concat"}, "are not reordered"),
         ({"pad_id": None}, "pad_id=None"),
     ],
 )
@@ -700,3 +702,54 @@ def test_the_documents_of_a_window_are_asked_for_together(tmp_path, monkeypatch)
     together = requests()
     monkeypatch.setattr(ss.dataset, "window", lambda steps: 0)
     assert together < requests() / 4
+
+
+# --------------------------------------------------------------------------------------------------------------- balance
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 1000), max_size=70), st.integers(1, 9))
+def test_balancing_reorders_rows_and_keeps_groups_together(costs, size):
+    order = balanced(costs, size)
+    assert sorted(order) == list(range(len(costs)))
+    sums = [sum(costs[row] for row in order[at : at + size]) for at in range(0, len(costs) - size + 1, size)]
+    plain = sorted(costs, reverse=True)
+    if len(sums) > 1:
+        assert max(sums) - min(sums) <= max(plain[: len(sums) * size], default=0)
+
+
+def conversations(seed, count):
+    """Half of them as long as a row, the others of any length: what balancing is hard for."""
+    rng = np.random.default_rng(seed)
+    return np.where(rng.random(count) < 0.55, 2048, rng.integers(24, 2048, count)).tolist()
+
+
+def test_groups_of_rows_cost_the_same_on_every_rank():
+    def costs(lengths, balance):
+        stage = stage_of(ss.Pack(2048, balance=balance), lengths)
+        stage._planner.make = lambda row: sum(piece.length**2 for piece in row)
+        return np.array(list(stage))
+
+    def worst(balance):
+        """Mean over steps of the dearest rank's cost over the mean one's."""
+        ranks = [costs(conversations(seed, 6000), balance) for seed in range(8)]
+        steps = min(map(len, ranks)) // 16
+        sums = np.stack([rows[: 16 * steps].reshape(steps, 16).sum(1) for rows in ranks])
+        return (sums.max(0) / sums.mean(0)).mean()
+
+    assert worst(16) <= 1.03 < worst(None)
+
+
+def test_balanced_rows_lose_nothing_and_resume():
+    lengths = conversations(3, 400)
+    pack = ss.Pack(2048, window=90, balance=16)
+    whole = stage_of(pack, lengths)
+    rows = [pieces_of(row) for row in whole]
+    assert pack.counts(whole.cursor()).real == sum(lengths)
+    plain = pack.counts(whole.cursor()).padding - packed(lengths, 2048, window=90)[1].padding
+    assert plain < 0.01
+    for stop in range(0, len(rows), 7):
+        first = stage_of(pack, lengths)
+        got = [pieces_of(row) for row in itertools.islice(first, stop)]
+        got += [pieces_of(row) for row in stage_of(pack, lengths, first.cursor())]
+        assert got == rows
