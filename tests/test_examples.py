@@ -22,7 +22,7 @@ def code_blocks(path: Path) -> list[str]:
         "README.md",
         *(
             f"docs/{name}.md"
-            for name in ("steps", "state", "writing", "storage", "loader", "distributed", "batch", "packing", "mixture")
+            for name in ("steps", "state", "writing", "storage", "loader", "distributed", "batch", "packing", "mixture", "batching")
         ),
         *(
             f"docs/frameworks/{name}.md"

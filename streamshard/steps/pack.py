@@ -53,8 +53,8 @@ class Pack:
         compiled models.
 
     balance: rows leave in groups of so many, each group with about the same sum of squared document lengths, which is what
-        attention costs. With as many rows a step from each rank (micro-batches and accumulation included), ranks then take
-        about equally long, without talking to one another. With ``"best_fit"`` only.
+        attention costs. With ``Batch(balance)`` behind it, ranks take about equally long without talking to one another.
+        With ``"best_fit"`` only.
 
     What has left is counted by source: `StreamLoader.counts`. Only `Map`, `Filter` and `FlatMap` may come before it. The order
     of the rows is shuffled within a window.
