@@ -22,7 +22,18 @@ def code_blocks(path: Path) -> list[str]:
         "README.md",
         *(
             f"docs/{name}.md"
-            for name in ("steps", "state", "writing", "storage", "loader", "distributed", "batch", "packing", "mixture", "batching")
+            for name in (
+                "steps",
+                "state",
+                "writing",
+                "storage",
+                "loader",
+                "distributed",
+                "batch",
+                "packing",
+                "mixture",
+                "batching",
+            )
         ),
         *(
             f"docs/frameworks/{name}.md"
@@ -89,3 +100,17 @@ def test_a_short_demo_proves_itself(tmp_path):
     assert "kill -9" in done.stdout
     assert "480 samples: ids and order equal; steps lost with the kill replayed equally" in done.stdout
     assert (tmp_path / "out" / "proof.png").stat().st_size > 10_000
+
+
+def test_a_small_model_trains_on_a_packed_mixture_and_a_picture_is_saved(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "mixture.py"), "--folder", str(tmp_path), "--steps", "60"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, after = map(
+        float, re.findall(r"stories: ([0-9.]+)% of the tokens before the switch, ([0-9.]+)%", done.stdout)[0]
+    )
+    assert abs(before - 80) < 8
+    assert abs(after - 20) < 8
+    assert (tmp_path / "mixture.png").stat().st_size > 10_000
