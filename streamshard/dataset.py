@@ -143,7 +143,7 @@ class StreamDataset(IterableDataset[Any]):
             raise UsageError(f"seed={seed!r} of type {type(seed).__name__} must be an int")
         self.steps = steps
         self.topology = topology
-        _check_source(source, repeat=repeat)
+        _check_source(source, steps, repeat=repeat)
         opened = partial(
             open_store, transport=transport, policy=storage_policy, hook=on_event, cache_dir=cache_dir,
             cache_bytes=cache_bytes,
@@ -585,6 +585,7 @@ class StreamDataset(IterableDataset[Any]):
             {p: states[p] for p in live},
             {p: states[p] for p in carried},
             blobs,
+            [] if self._mixing is None else self._mixing.versions,
             snapshot.batches or 0,
         )
 
@@ -642,6 +643,8 @@ class StreamDataset(IterableDataset[Any]):
 
     def open_share(self, share: Share, *, lent: bool = False) -> Iteration:
         """For loaders, with `lent`: the iteration over a share of `shares`, in this process or in a worker's."""
+        if self._mixing is not None:
+            self._mixing.versions = share.mixture  # a worker process may have others
         origin = self._origin(share)
         iteration = Iteration(
             origin,
@@ -809,10 +812,11 @@ class StreamDataset(IterableDataset[Any]):
         snapshot = decode_state(state)
         saved = dict(snapshot.fingerprint)
         history = [(int(first), str(version)) for first, version in saved.pop("history", [])]
-        if self._mixing is not None or "mixture" in saved:
-            self._load_mixture(saved, allowed="mixture" in allow)
+        versions = self._mixture_of(saved, allowed="mixture" in allow)
         current = self._fingerprint()
         current.pop("history", None)
+        if self._mixing is not None:
+            saved["mixture"], current["mixture"], saved["dataset"] = versions, versions, current["dataset"]
         current["partitions"] = self._asked_partitions
         check_fingerprint(saved, current, allow)
         partitions = snapshot.partitions
@@ -821,6 +825,8 @@ class StreamDataset(IterableDataset[Any]):
             partitions = {p: self._restart_steps(saved["steps"], part) for p, part in partitions.items()}
         if partitions and saved["dataset"] != current["dataset"]:
             history = self._grow(snapshot, history or [(0, saved["dataset"])])
+        if self._mixing is not None:
+            self._mixing.versions = versions
         self._history = history
         self._partitions = self._asked_partitions or saved["partitions"]
         self._iteration, self._lent = None, False
@@ -831,13 +837,14 @@ class StreamDataset(IterableDataset[Any]):
         self._pending_pid, self._rest_first = os.getpid(), False
         self._pending = replace(snapshot, fingerprint=self._fingerprint(), partitions=partitions)
 
-    def _load_mixture(self, saved: dict[str, Any], *, allowed: bool) -> None:
-        """Take over a state's mixture; in `saved` it is as this dataset's then."""
+    def _mixture_of(self, saved: dict[str, Any], *, allowed: bool) -> list[Any]:
+        """The versions of the mixture's parameters after a load, if there is a mixture."""
+        if self._mixing is None and "mixture" not in saved:
+            return []
         if self._mixing is None or "mixture" not in saved:
             one, other = ("a Mixture", "one dataset") if self._mixing is None else ("one dataset", "a Mixture")
             raise StateError(f"the state was saved with {one}, and this dataset reads {other}: pass the same source")
-        self._mixing.load(saved["mixture"], saved["dataset"], self._order.buffer, allowed=allowed)
-        saved["mixture"], saved["dataset"] = self._mixing.versions, self._mixing.datasets
+        return self._mixing.loaded(saved["mixture"], saved["dataset"], self._order.buffer, allowed=allowed)
 
     def _load_epoch(self, snapshot: Snapshot) -> None:
         """The epoch that comes after the loaded state. All workers load states of the same epoch, some perhaps of its end:
@@ -905,11 +912,18 @@ def _open_source(
     return None, [opened(source, options)]
 
 
-def _check_source(source: object, *, repeat: bool) -> None:
+def _check_source(source: object, steps: Sequence[Step], *, repeat: bool) -> None:
+    for _, one in source.leaves() if isinstance(source, Mixture) else ():
+        check_steps([*one.steps, *steps])
     if isinstance(source, Mixture) and source.never_ends and not repeat:
         raise UsageError(
             f"{source!r} never ends, since a source of it is repeated for ever: pass repeat=True, or give it max_epochs=, or "
             f"exhausted='drop' or 'stop'"
+        )
+    if not isinstance(source, str | os.PathLike | Mixture | Source):
+        raise UsageError(
+            f"a StreamDataset reads a URL or a Mixture, not a {type(source).__name__}; for several datasets pass "
+            f"Mixture({{name: url, ...}}, weights=...)"
         )
     if isinstance(source, Source):
         raise UsageError(f"a Source belongs into a Mixture; pass StreamDataset({source.url!r}, step, ...)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ class Share:
     live: dict[int, PartitionState]
     carried: dict[int, PartitionState]
     contents: dict[str, bytes]
+    mixture: list[Any] = field(default_factory=list)  # versions of a mixture's parameters
     batches: int = 0  # that a loader handed out earlier in this epoch
 
 
@@ -43,22 +44,16 @@ class Book:
     """Which dataset version an epoch reads, and its order. A dataset that grew has one entry per version.
 
     `timeline` holds (first epoch, shards) in ascending order, the first entry from epoch 0. base: slots before the first
-    epoch's. epochs: after how many a reader ends, default one, or never with ``spec.repeat``.
+    epoch's.
     """
 
-    def __init__(
-        self, spec: OrderSpec, timeline: Sequence[tuple[int, ShardAccess]], *, base: int = 0, epochs: int | None = None
-    ) -> None:
+    def __init__(self, spec: OrderSpec, timeline: Sequence[tuple[int, ShardAccess]], *, base: int = 0) -> None:
         self.slots = spec.buffer
-        self._epochs = epochs if epochs is not None or spec.repeat else 1
+        self.repeat = spec.repeat
         self._base = base
         self._spec = spec
         self._timeline = timeline
         self._orders: dict[int, EpochOrder] = {}
-
-    def last(self, epoch: int) -> int | None:
-        """The epoch with which a reader that is in `epoch` ends; None: it goes on for ever."""
-        return None if self._epochs is None else (epoch // self._epochs + 1) * self._epochs - 1
 
     def epoch(self, number: int) -> tuple[EpochOrder, ShardAccess]:
         """The order of epoch `number` and the shards it is about."""
@@ -118,8 +113,8 @@ class Origin(Protocol):
     def finished(self, cursor: Cursor) -> SourceStage:
         """Stands for a source at `cursor` that is not read, of which only the counters are of interest."""
 
-    def adopted(self, cursor: Cursor) -> Cursor | None:
-        """Where to go on under changed parameters; None if `cursor` is up to date."""
+    def adopted(self, p: int, cursor: Cursor) -> Cursor | None:
+        """Where partition `p` goes on under changed parameters; None if `cursor` is up to date."""
 
 
 class Plain:
@@ -130,21 +125,23 @@ class Plain:
         self._book = book
 
     def open(self, p: int, cursor: Cursor, kit: Kit) -> PartitionSource:
-        return open_leaf(self._book, p, cursor, kit)
+        return open_leaf(self._book, p, cursor, kit, last=None if self._book.repeat else cursor[0])
 
     def finished(self, cursor: Cursor) -> SourceStage:
         return Finished(cursor)
 
-    def adopted(self, cursor: Cursor) -> None:
+    def adopted(self, p: int, cursor: Cursor) -> None:
         """Nothing can change."""
 
 
-def open_leaf(book: Book, p: int, cursor: Cursor, kit: Kit, *, path: str = "", share: float = 1.0) -> PartitionSource:
-    """Partition `p` of one dataset, called `path`, of which comes about that share of what is read."""
+def open_leaf(
+    book: Book, p: int, cursor: Cursor, kit: Kit, *, last: int | None, path: str = "", share: float = 1.0
+) -> PartitionSource:
+    """Partition `p` of one dataset, called `path`, up to the epoch `last`. About that share of what is read comes of it."""
     context = kit.context
     return PartitionSource(
         book, kit.ahead, p, cursor, tracked=context.refs, provenance=context.provenance, keep=kit.keep,
-        contents=kit.contents, path=path, first=int(context.window * share),
+        contents=kit.contents, path=path, first=int(context.window * share), last=last,
     )  # fmt: skip
 
 
@@ -260,7 +257,7 @@ class Reading:
         """(cursor, source, last stage, whether other parameters wait) of partition `p` from `cursor` on. They take effect
         where no step is in the middle of something that was planned under the earlier ones.
         """
-        adopted = self._origin.adopted(innermost(cursor))
+        adopted = self._origin.adopted(p, innermost(cursor))
         if adopted is not None and at_border(self.steps, cursor):
             cursor, adopted = with_innermost(cursor, adopted), None
         held = decode_contents(encode_contents({p: kept}))[p] if kept else self._contents.get(p)

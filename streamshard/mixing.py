@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from streamshard.catalog import load_manifest
 from streamshard.errors import StateError, UsageError
 from streamshard.iteration import Book, Finished, Kit, open_leaf
 from streamshard.order.cursor import MIX, Cursor, Ref, innermost, with_innermost
-from streamshard.order.mixture import phases
+from streamshard.order.mixture import UNSCALED, phases
 from streamshard.order.partition import OrderSpec
 from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.source import Kept
@@ -82,8 +82,12 @@ class Mixing:
             self.versions = [resolve(self.mixture, slots, self.sizes)]
         return self.versions
 
-    def load(self, saved: list[Resolved], datasets: Mapping[str, str], slots: int, *, allowed: bool) -> None:
-        """Take over what a state has. Raises `StateError` for what has changed, unless it may and is `allowed`."""
+    def loaded(
+        self, saved: list[Resolved], datasets: Mapping[str, str], slots: int, *, allowed: bool
+    ) -> list[Resolved]:
+        """The parameters that hold after loading a state with these; nothing is changed. Raises `StateError` for what differs,
+        unless it may and is `allowed`.
+        """
         found = changes(saved[-1], self.mixture)
         if found and not allowed:
             raise StateError(
@@ -96,33 +100,39 @@ class Mixing:
                     f"source {path!r} was saved with version {version} and has version {self.datasets[path]}: in a Mixture a "
                     f"dataset cannot grow during a run; restore the version that was used"
                 )
-        self.versions = [*saved, resolve(self.mixture, slots, self.sizes, saved[-1])] if found else saved
+        return [*saved, resolve(self.mixture, slots, self.sizes, saved[-1])] if found else saved
 
-    def mean_length(self, paths: Sequence[str]) -> int:
-        """Tokens of a sample, for phases: by the manifests' lengths, and where those are not known by bytes."""
+    def mean_length(self, paths: Sequence[str], length: str | None) -> int:
+        """Tokens of a stored sample, for phases; 0 if the manifests do not say, or speak of another field."""
         manifests = [self.manifests[path] for path in paths]
-        samples = sum(manifest.total_samples for manifest in manifests)
-        known = all(manifest.total_length for manifest in manifests)
-        total = sum(manifest.total_length if known else manifest.total_bytes for manifest in manifests)
-        return max(1, total // samples)
+        if any(not one.total_length or length not in (None, one.length_field) for one in manifests):
+            return 0
+        return max(1, sum(one.total_length for one in manifests) // sum(one.total_samples for one in manifests))
 
 
-@dataclass(frozen=True)
 class MixedOrigin:
     """Where partitions get the samples of a mixture from.
 
     spec: the order, but for what differs by source. epoch: of a finite run; the first one of an endless run.
     """
 
-    mixing: Mixing
-    spec: OrderSpec
-    epoch: int
+    def __init__(self, mixing: Mixing, spec: OrderSpec, epoch: int) -> None:
+        self.mixing = mixing
+        self.spec = spec
+        self.epoch = epoch
+        self._books: dict[str, Book] = {}
+        self._check_stops(self._latest, "")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_books", {})
-        for path, leaf in resolved_leaves(self._latest):
-            size = self.mixing.sizes[path]
-            if leaf["exhausted"] == "stop" and size < self.spec.partitions:
+    def _check_stops(self, resolved: Resolved, prefix: str) -> None:
+        weights = plan_of(resolved).largest
+        for source, weight in zip(resolved["sources"], weights, strict=True):
+            path = prefix + source["name"]
+            paths = [path]
+            if "mixture" in source:
+                self._check_stops(source["mixture"], f"{path}/")
+                paths = [found for found, _ in resolved_leaves(source["mixture"], f"{path}/")]
+            size = sum(self.mixing.sizes[found] for found in paths)
+            if weight and source["exhausted"] == "stop" and size < self.spec.partitions:
                 raise UsageError(
                     f"source {path!r} has {size} samples for {self.spec.partitions} partitions and exhausted='stop': some "
                     f"partitions would end before they begin. Use 'repeat' or 'drop', or fewer partitions"
@@ -138,12 +148,12 @@ class MixedOrigin:
 
     def book(self, path: str) -> Book:
         """The order of one dataset."""
-        books: dict[str, Book] = self._books  # type: ignore[attr-defined]  # see __post_init__
+        books = self._books
         if path not in books:
             leaf = dict(resolved_leaves(self._latest))[path]
             spec = replace(self.spec, path=path, buffer=leaf["buffer"], repeat=True)  # places count on over epochs
             access = ShardAccess(self.mixing.stores[path], self.mixing.manifests[path])
-            books[path] = Book(spec, [(0, access)], base=leaf["offset"], epochs=_epochs(leaf))
+            books[path] = Book(spec, [(0, access)], base=leaf["offset"])
         return books[path]
 
     def starts(self) -> list[Cursor]:
@@ -152,28 +162,24 @@ class MixedOrigin:
 
     def _starts(self, resolved: Resolved, mixture: Mixture, prefix: str) -> list[Cursor]:
         paths = [path for path, _ in resolved_leaves(resolved, prefix)]
-        owed = phases(plan_of(resolved), self.spec.partitions, self.mixing.mean_length(paths))
+        mean = self.mixing.mean_length(paths, mixture.length)
+        owed = phases(plan_of(resolved), self.spec.partitions, mean or 1)
         inner = [self._starts_of(source, mixture, prefix) for source in resolved["sources"]]
-        names = [source["name"] for source in resolved["sources"]]
-        nobody = [False] * len(names)
+        version, longest = len(self.mixing.versions) - 1, 0 if mean else UNSCALED
         return [
-            (
-                MIX,
-                len(self.mixing.versions) - 1,
-                0,
-                0,
-                False,
-                _states(map(BranchCursor, names, cursors, credit, nobody)),
-            )
-            for cursors, credit in zip(zip(*inner, strict=True), owed, strict=True)
+            (MIX, version, 0, longest, False, _states(map(_with_credit, states, credit)))
+            for states, credit in zip(zip(*inner, strict=True), owed, strict=True)
         ]
 
-    def _starts_of(self, source: Resolved, mixture: Mixture, prefix: str) -> list[Cursor]:
-        described = mixture.sources[source["name"]]
+    def _starts_of(self, source: Resolved, mixture: Mixture, prefix: str) -> list[BranchCursor]:
+        """Of one source, in each partition."""
+        name, described = source["name"], mixture.sources[source["name"]]
         if isinstance(described, Mixture):
-            return self._starts(source["mixture"], described, f"{prefix}{source['name']}/")
+            inside = self._starts(source["mixture"], described, f"{prefix}{name}/")
+            return [BranchCursor(name, cursor, 0, done=False) for cursor in inside]
         first = self.epoch if self.spec.repeat else self.epoch * (_epochs(source) or 1)
-        return [start_cursor(described.steps, (first, 0))] * self.spec.partitions
+        state = BranchCursor(name, start_cursor(described.steps, (first, 0)), 0, done=False, first=first)
+        return [state] * self.spec.partitions
 
     # -------------------------------------------------------------------------------------------------- what is read
 
@@ -194,7 +200,7 @@ class MixedOrigin:
                 opened = partial(self.open_mixture, source["mixture"], described, f"{path}/", place=inside)
                 branches.append(MixtureBranch(opened, path, state.cursor))
             else:
-                branches.append(DatasetBranch(self.book(path), described.steps, path, state.cursor, place))
+                branches.append(DatasetBranch(self.book(path), described.steps, path, state, _epochs(source), place))
         rules = Rules([source["exhausted"] == "stop" for source in resolved["sources"]], place.repeat)
         parts = self.spec.partitions
         return MixedSource(cursor, branches, plan_of(resolved), rules, length=mixture.tokens_of(), parts=parts)
@@ -226,34 +232,45 @@ class MixedOrigin:
             if "mixture" in source:
                 yield from self._drawn(p, state.cursor, source["mixture"], f"{path}/")
                 continue
-            first = self.epoch if self.spec.repeat else self.epoch * (_epochs(source) or 1)
+            first = self.epoch if self.spec.repeat else state.first
             epoch, k = innermost(state.cursor)
             before = [self.book(path).epoch(number)[0].turns_before(p) for number in (epoch, first)]
             yield path, Drawn(state.samples, state.tokens, before[0] + k - before[1])
 
     # ------------------------------------------------------------------------------------------- changed parameters
 
-    def adopted(self, cursor: Cursor) -> Cursor | None:
+    def adopted(self, p: int, cursor: Cursor) -> Cursor | None:
         if cursor[1] == len(self.mixing.versions) - 1:
             return None
-        return self._adopted(cursor, self._latest, self.mixing.mixture, "")
+        return self._adopted(p, cursor, self._latest, self.mixing.mixture, "")
 
-    def _adopted(self, cursor: Cursor, resolved: Resolved, mixture: Mixture, prefix: str) -> Cursor:
+    def _adopted(self, p: int, cursor: Cursor, resolved: Resolved, mixture: Mixture, prefix: str) -> Cursor:
         known = {state.name: state for state in _branches(cursor)}
         states = []
         for source in resolved["sources"]:
             name = source["name"]
             described = mixture.sources[name]
             if name not in known:
-                start = self._starts_of(source, mixture, prefix)[0]
-                states.append(BranchCursor(name, start, 0, done=False))
+                states.append(self._starts_of(source, mixture, prefix)[p])
             elif isinstance(described, Mixture):
-                inner = self._adopted(known[name].cursor, source["mixture"], described, f"{prefix}{name}/")
+                inner = self._adopted(p, known[name].cursor, source["mixture"], described, f"{prefix}{name}/")
                 states.append(known[name]._replace(cursor=inner))
             else:
-                states.append(known[name])
+                states.append(_allowed_on(known[name], _epochs(source)))
         mix, _, tokens, longest, stopped, _ = cursor
         return mix, len(self.mixing.versions) - 1, tokens, longest, stopped, _states(states)
+
+
+def _with_credit(state: BranchCursor, credit: int) -> BranchCursor:
+    return state._replace(credit=credit)
+
+
+def _allowed_on(state: BranchCursor, epochs: int | None) -> BranchCursor:
+    """A dataset that had ended goes on if it may now be read for more epochs."""
+    epoch, _ = innermost(state.cursor)
+    if state.done and (epochs is None or epoch < state.first + epochs - 1):
+        return state._replace(done=False, cursor=with_innermost(state.cursor, (epoch + 1, 0)))
+    return state
 
 
 class Place(NamedTuple):
@@ -286,21 +303,33 @@ def _epochs(leaf: Resolved) -> int | None:
 class DatasetBranch:
     """A dataset in one partition of a mixture, with its steps."""
 
-    def __init__(self, book: Book, steps: Sequence[Step], path: str, cursor: Cursor, place: Place) -> None:
+    def __init__(  # noqa: PLR0917  (made in one place)
+        self, book: Book, steps: Sequence[Step], path: str, state: BranchCursor, epochs: int | None, place: Place
+    ) -> None:
+        self.name = state.name
+        self.first = state.first
+        self._epochs = epochs
         self._share = book.slots / place.slots
-        self.name = path.rpartition("/")[2]
         self._path = path
         self._book = book
         self._steps = steps
         self._place = place
-        context = place.kit.context
-        self._context = replace(context, prefix=f"{path}:", refs=context.refs or wants_refs(steps), sources=1)
-        self.restart(cursor)
+        context = replace(place.kit.context, prefix=f"{path}:", sources=1)
+        self._context = replace(context, refs=context.refs or wants_refs(steps))
+        self._kit = replace(place.kit, context=self._context)
+        self._open(state.cursor)
+
+    def _open(self, cursor: Cursor) -> None:
+        last = None if self._epochs is None else self.first + self._epochs - 1
+        self.source = open_leaf(
+            self._book, self._place.p, innermost(cursor), self._kit, last=last, path=self._path, share=self._share
+        )
+        self.stage: Stage = open_stages(self._steps, cursor, self._context, lambda _: self.source)
 
     def restart(self, cursor: Cursor) -> None:
-        kit = replace(self._place.kit, context=self._context)
-        self.source = open_leaf(self._book, self._place.p, innermost(cursor), kit, path=self._path, share=self._share)
-        self.stage: Stage = open_stages(self._steps, cursor, self._context, lambda _: self.source)
+        self.first = innermost(cursor)[0]
+        self.source.close()
+        self._open(cursor)
 
     def following(self, cursor: Cursor) -> Cursor:
         return with_innermost(cursor, (innermost(cursor)[0] + 1, 0))
@@ -327,13 +356,16 @@ class MixtureBranch:
 
     def __init__(self, opened: Callable[[Cursor], MixedSource], path: str, cursor: Cursor) -> None:
         self.name = path.rpartition("/")[2]
+        self.first = 0
         self._open = opened
         self._prefix = f"{path}/"
-        self.restart(cursor)
+        self.source = opened(cursor)
+        self.stage: Stage = self.source
 
     def restart(self, cursor: Cursor) -> None:
+        self.source.close()
         self.source = self._open(cursor)
-        self.stage: Stage = self.source
+        self.stage = self.source
 
     def following(self, cursor: Cursor) -> Cursor:
         return self.source.following(cursor)
@@ -362,8 +394,8 @@ class MixedSource(MixtureStage):
 
     def open(self) -> None:
         """Request the first blocks of all sources."""
-        for branch, done in zip(self._branches, self._mixer.done, strict=True):
-            if not done:
+        for place, branch in enumerate(self._branches):
+            if self._mixer.may_give(place):
                 branch.source.open()
 
     def close(self) -> None:
@@ -383,10 +415,13 @@ class MixedSource(MixtureStage):
     def following(self, cursor: Cursor) -> Cursor:
         """Where it begins anew: only what had ended does."""
         mix, version, tokens, longest, _, _ = cursor
-        states = [
-            state._replace(cursor=branch.following(state.cursor) if state.done else state.cursor, done=False, left=0)
-            for branch, state in zip(self._branches, _branches(cursor), strict=True)
-        ]
+        states = []
+        for branch, state in zip(self._branches, _branches(cursor), strict=True):
+            if state.done:
+                at = branch.following(state.cursor)
+                epoch = innermost(at)[0]
+                state = state._replace(cursor=at, done=False, first=epoch if isinstance(epoch, int) else 0)
+            states.append(state._replace(left=0))
         return mix, version, tokens, longest, False, _states(states)
 
     def unread(self, cursor: Cursor) -> int:

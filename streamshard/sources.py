@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 from streamshard.errors import StateError, UsageError
 from streamshard.order.mixture import Plan, buffers, integer_weights
 from streamshard.steps.contract import Length
-from streamshard.steps.pipeline import batch_fingerprint, check_steps, steps_fingerprint
+from streamshard.steps.pipeline import BATCHING, batch_fingerprint, check_steps, steps_fingerprint
 from streamshard.steps.step import Step
 
 _EXHAUSTED = ("repeat", "stop", "drop")
@@ -96,6 +96,13 @@ class Mixture:
         self.max_epochs = self._by_name("max_epochs", max_epochs, None)
         self._check_max_epochs()
         self.plan = self._plan(weights, schedule)
+        for path, source in self.leaves() if unit == "tokens" else ():
+            batching = [step.label for step in source.steps if step.fingerprint()["step"] in BATCHING]
+            if batching:
+                raise UsageError(
+                    f"Mixture: source {path!r} gives batches, by {batching[0]}, and tokens of batches are not counted: put it "
+                    f"behind the mixture, or mix with unit='samples'"
+                )
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.sources)})"
@@ -132,6 +139,8 @@ class Mixture:
 
     def _plan(self, weights: WeightsGiven | None, schedule: Sequence[tuple[int, WeightsGiven]]) -> Plan:
         entries = [(0, weights)] if weights is not None else []
+        if not isinstance(schedule, Sequence):
+            raise UsageError(f"Mixture(schedule={schedule!r}): pass a list of (tokens, weights) pairs")
         for entry in schedule:
             if not isinstance(entry, Sequence) or len(entry) != 2 or type(entry[0]) is not int or entry[0] < 0:
                 raise UsageError(f"Mixture(schedule=...): {entry!r}; pass (tokens, weights) pairs, tokens an int >= 0")
@@ -151,10 +160,11 @@ class Mixture:
             if absent:
                 raise UsageError(f"Mixture(weights=...): source {absent[0]!r} has none; pass 0 to park it")
             given = [given[name] for name in self.sources]
-        if len(given) != len(self.sources):
+        if not isinstance(given, Sequence) or len(given) != len(self.sources):
             raise UsageError(f"Mixture(weights={given!r}): pass one for each of {[*self.sources]}")
-        for name, weight in zip(self.sources, given, strict=True):
-            if not isinstance(weight, int | float | Fraction) or not 0 <= weight < float("inf"):
+        values: list[Any] = [*given]
+        for name, weight in zip(self.sources, values, strict=True):
+            if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) < float("inf"):
                 raise UsageError(f"Mixture(weights=...): {weight!r} for source {name!r}; pass a number >= 0")
         if not any(given):
             raise UsageError(f"Mixture(weights={[*given]}): all are 0, so nothing would be read")
@@ -163,18 +173,26 @@ class Mixture:
     @property
     def never_ends(self) -> bool:
         """Whether some source goes on for ever and none ends the mixture."""
-        if "stop" in self.exhausted.values():
+        weighted = [name for name, weight in zip(self.sources, self.plan.largest, strict=True) if weight]
+        endless = {name: self._endless(name) for name in weighted}
+        if any(self.exhausted[name] == "stop" and not endless[name] for name in weighted):
             return False
-        return any(
-            policy == "repeat" and self.max_epochs[name] is None and self.plan.largest[place]
-            for place, (name, policy) in enumerate(self.exhausted.items())
-        )
+        return any(endless.values())
+
+    def _endless(self, name: str) -> bool:
+        """Whether a source never ends."""
+        source, repeated = self.sources[name], self.exhausted[name] == "repeat"
+        if isinstance(source, Mixture):
+            return repeated or source.never_ends
+        return repeated and self.max_epochs[name] is None
 
     @property
     def weighted(self) -> int:
-        """How many datasets have a weight at some time."""
-        drawn = [source for source, weight in zip(self.sources.values(), self.plan.largest, strict=True) if weight]
-        return sum(source.weighted if isinstance(source, Mixture) else 1 for source in drawn)
+        """How many datasets are drawn again and again for ever: those that last; all, if none does."""
+        drawn = [name for name, weight in zip(self.sources, self.plan.segments[-1][1], strict=True) if weight]
+        lasting = [name for name in drawn if self._endless(name)] or drawn
+        found = [self.sources[name] for name in lasting]
+        return sum(source.weighted if isinstance(source, Mixture) else 1 for source in found)
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Source]]:
         """(path, source) of every dataset in it, also in nested mixtures, in the order of listing."""
@@ -321,7 +339,15 @@ def _weight_changes(earlier: Resolved, now: Mixture, prefix: str) -> list[str]:
     was = by_name([source["name"] for source in earlier["sources"]], earlier["segments"])
     asked = by_name([*now.sources], now.plan.segments)
     where = f" of {prefix.rstrip('/')!r}" if prefix else ""
-    return [] if was == asked else [f"the weights{where} were {_said(was)} and are {_said(asked)}"]
+    return [] if _alike(was, asked) else [f"the weights{where} were {_said(was)} and are {_said(asked)}"]
+
+
+def _alike(one: list[tuple[int, dict[str, int]]], other: list[tuple[int, dict[str, int]]]) -> bool:
+    """Whether weights are the same but for the last digit, which depends on the order of listing."""
+    return len(one) == len(other) and all(
+        a == b and x.keys() == y.keys() and all(abs(x[name] - y[name]) <= 1 for name in x)
+        for (a, x), (b, y) in zip(one, other, strict=True)
+    )
 
 
 def _said(segments: list[tuple[int, dict[str, int]]]) -> str:

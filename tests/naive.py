@@ -84,8 +84,14 @@ def in_slot_order(items: list[list], turns: list[int] | None = None) -> list:
     return [item for _, _, item in sorted(slots, key=lambda slot: slot[:2])]
 
 
-def best_fit_rounds(lengths: list[int], size: int, window: int, overflow: str = "split") -> list[list[list[tuple]]]:
-    """Rounds of rows of (document, start, length), by trying every row: what `Pack` has to do but for the order in a round."""
+def best_fit_rounds(
+    lengths: list[int], size: int, window: int, overflow: str = "split", keys: list | None = None
+) -> list[list[list[tuple]]]:
+    """Rounds of rows of (document, start, length), by trying every row: what `Pack` has to do but for the order in a round.
+
+    keys: what documents of one length are ordered by; default the order in which they come.
+    """
+    keys = keys if keys is not None else list(range(len(lengths)))
     waiting = list(enumerate(lengths))
     carried: list[tuple[int, int, int, int]] = []  # document, start, length, rounds waited
     rounds = []
@@ -102,7 +108,7 @@ def best_fit_rounds(lengths: list[int], size: int, window: int, overflow: str = 
             elif overflow == "split":
                 pieces += [(document, start, min(size, length - start), 0) for start in range(0, length, size)]
         rows: list[list[tuple[int, int, int, int]]] = []
-        for piece in sorted(pieces, key=lambda piece: (piece[3] < 2, -piece[2], piece[0], piece[1])):
+        for piece in sorted(pieces, key=lambda piece: (piece[3] < 2, -piece[2], keys[piece[0]], piece[1])):
             if piece[2] == size:
                 leaving.append([piece])
                 continue
@@ -115,7 +121,8 @@ def best_fit_rounds(lengths: list[int], size: int, window: int, overflow: str = 
         keep = len(rows) if ended else max(1, len(rows) * 9 // 10)
         stay = [row for place, row in enumerate(rows) if place >= keep and all(p[3] < 2 for p in row)]
         leaving += [row for row in rows if row not in stay]
-        carried = sorted((d, start, length, waited + 1) for row in stay for d, start, length, waited in row)
+        carried = [(d, start, length, waited + 1) for row in stay for d, start, length, waited in row]
+        carried.sort(key=lambda piece: (keys[piece[0]], piece[1]))
         rounds.append([sorted(piece[:3] for piece in row) for row in leaving])
     return rounds
 

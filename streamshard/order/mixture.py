@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+UNSCALED = -1  # as longest draw: none yet, and credits are in draws, because how long one is was not known
 SCALE = 10**9  # W: what the weights of a segment add up to
 
 Weights = tuple[int, ...]
@@ -78,10 +79,11 @@ class Mixer:
         if self._segment < 0 or self._next_begins():
             self._enter()
         owed, weights, best = self.credits, self._weights, -1
-        reach = self._total * self.longest if self._plan.tokens else self._total
+        tokens = self._plan.tokens
+        reach = self._total * max(0, self.longest) if tokens else self._total
         for j in self._weighted:
             credit = owed[j]
-            if credit < 0 if self._plan.tokens else credit + weights[j] <= 0:
+            if credit < 0 if tokens else credit + weights[j] <= 0:
                 continue
             # Least (W * longest - credit) / weight, in integers.
             if best < 0 or (reach - credit) * weights[best] < (reach - owed[best]) * weights[j]:
@@ -92,10 +94,16 @@ class Mixer:
         """`source` gave a sample of `length` tokens (of 0: counts as one)."""
         self.tokens += length
         amount = max(1, length) if self._plan.tokens else 1
+        if self.longest == UNSCALED and self._plan.tokens:
+            self.credits = [credit * amount for credit in self.credits]
         self.longest = max(self.longest, amount)
         for j in self._weighted:
             self.credits[j] += self._weights[j] * amount
         self.credits[source] -= self._total * amount
+
+    def may_give(self, source: int) -> bool:
+        """Whether `source` can be drawn some time."""
+        return not self.done[source] and self._plan.largest[source] > 0
 
     def leave(self, source: int) -> None:
         """`source` has nothing more to give."""

@@ -222,6 +222,15 @@ class ReadAhead:
             self._reported = time.monotonic()
             self._report()
 
+    def drop(self, stream: StripeStream) -> None:
+        """Nothing more of `stream` is taken: what it had asked for no longer counts."""
+        with self._lock:
+            if stream in self._streams:
+                self._streams.remove(stream)
+            self.outstanding -= sum(slot.request.size for slot in stream.slots)
+            stream.slots.clear()
+        self.pump()
+
     def counters(self, store: StorageCounters) -> StorageCounters:
         """`store`'s counters with this iteration's."""
         return replace(
@@ -277,6 +286,11 @@ class StripeStream:
         del self._rows[len(self._rows) - count :]
         taken.reverse()
         return taken
+
+    def close(self) -> None:
+        """Nothing more is taken."""
+        self._blocks, self._rows = deque(), []
+        self._ahead.drop(self)
 
     def _next_block(self, needed: int) -> None:
         while not self._blocks:

@@ -30,9 +30,6 @@ Contents = Mapping[tuple[str, int, int], Sample]  # (source path, epoch, read) -
 class Book(Protocol):
     """Where a source looks up an epoch: its order, and access to the dataset version it was made for."""
 
-    def last(self, epoch: int) -> int | None:
-        """The epoch with which a reader that is in `epoch` ends; None: it goes on for ever."""
-
     def epoch(self, number: int) -> tuple[EpochOrder, ShardAccess]:
         """The order of epoch `number` and the shards it is about."""
 
@@ -50,7 +47,8 @@ class PartitionSource:
     """The first stage of a partition's pipeline. Iterate it once; not thread-safe.
 
     `provenance` adds a `Ref` to each sample under ``__ref__``. `keep` remembers the samples that a contents snapshot needs.
-    `first`: samples that will be asked for before anything is handed out, to be requested together.
+    `first`: samples that will be asked for before anything is handed out, to be requested together. `last`: the epoch with
+    which it ends; None: it goes on for ever.
     """
 
     def __init__(
@@ -66,8 +64,10 @@ class PartitionSource:
         contents: Contents | None = None,
         path: str = "",
         first: int = 0,
+        last: int | None = None,
     ) -> None:
         self._path = path
+        self._last = last
         self._first = first
         self.epoch: int = cursor[0]
         self.k: int = cursor[1]
@@ -89,6 +89,7 @@ class PartitionSource:
         self.finished = False
         self._opened: _PartitionReads | None = None
         self._agains: list[Again] = []
+        self._reading: list[_PartitionReads] = []  # of this epoch, and perhaps of the next
 
     def open(self) -> None:
         """Request the first blocks now, so that the partitions of a process wait for the store together."""
@@ -100,6 +101,9 @@ class PartitionSource:
     def close(self) -> None:
         """Let go of what was requested and not begun."""
         self._opened, self._agains = None, []
+        for reads in self._reading:
+            reads.close()
+        self._reading = []
 
     def again(self, identities: Sequence[tuple[Any, ...]]) -> Again:
         """The samples of `identities`, which have been emitted before, once more."""
@@ -125,9 +129,11 @@ class PartitionSource:
     def _open(self, epoch: int, k: int, first: int = 0) -> _PartitionReads:
         order, access = self._book.epoch(epoch)
         part = order.partition(self._p)
-        return _PartitionReads(
+        reads = _PartitionReads(
             part, access, self._ahead, k, tracked=self._tracked, contents=self._contents, first=first
         )
+        self._reading = [*self._reading[-1:], reads]
+        return reads
 
     def cursor(self) -> Cursor:
         """(epoch, k) after the last sample that left."""
@@ -187,8 +193,7 @@ class PartitionSource:
                         held.append(next(reads))
                     self.k = k = k + 1
                     yield sample
-            last = self._book.last(self.epoch)
-            ends = last is not None and self.epoch >= last
+            ends = self._last is not None and self.epoch >= self._last
             if not ends:
                 following = self._open(self.epoch + 1, 0)  # its first blocks arrive while this epoch drains
             for slot in buffer.drain_order()[k - buffer.drain_from :].tolist():
@@ -297,6 +302,11 @@ class _PartitionReads:
             )
             for i, done in enumerate(part.progress(self._resume))
         ]
+
+    def close(self) -> None:
+        """Nothing more is taken."""
+        for stream in self._streams:
+            stream.close()
 
     def fill(self) -> list[Any]:
         """The buffer at the start, by slot (None where one has left)."""

@@ -6,8 +6,9 @@ turns contain them) or from position numbers that start again. docs/batch.md has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,10 +151,20 @@ class Length:
 
     def __call__(self, item: Any) -> int:
         """Raises `DataError` naming the field, what is there, and the cure."""
+        known = item if type(item) is dict or isinstance(item, Mapping) else {}
+        if "segment_ids" in known:  # a packed row has padding
+            return int(np.count_nonzero(known["segment_ids"] >= 0))
         for name in self._fields:
-            value = item.get(name) if isinstance(item, Mapping) else None
-            if value is not None:
-                return int(value) if isinstance(value, int) else len(value)
+            value: Any = known.get(name)
+            if value is None:
+                continue
+            if isinstance(value, Integral):
+                return int(value)
+            if isinstance(value, Sized) and getattr(value, "ndim", True):
+                return len(value)
+            raise DataError(
+                f"field {name!r} is a {type(value).__name__}; the length of a sample is an int, or a value per token"
+            )
         if not self._needed:
             return 0
         found = sorted(item) if isinstance(item, Mapping) else f"a {type(item).__name__}"

@@ -3,9 +3,10 @@
 A source in a partition is a *branch*: steps of its own over a first stage of its own, which may be a mixture. The cursor is
 
     ("mix", version, tokens, longest draw, stopped, (branch, ...))
-    a branch: (name, cursor, credit, done, samples, tokens, left)
+    a branch: (name, cursor, credit, done, samples, tokens, left, first)
 
-with what it has given so far beside where it stands; `left` is what it had not given when another source ended the mixture.
+with what it has given so far beside where it stands; `first` is the epoch with which a dataset began, which may be read for
+several before it ends, and `left` is what it had not given when another source ended the mixture.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class BranchCursor(NamedTuple):
     samples: int = 0
     tokens: int = 0
     left: int = 0
+    first: int = 0
 
 
 def branches_in(cursor: Cursor, prefix: str = "") -> Iterator[tuple[str, BranchCursor]]:
@@ -55,6 +57,7 @@ class Branch(Protocol):
 
     name: str
     stage: Stage
+    first: int
 
     def restart(self, cursor: Cursor) -> None:
         """Go on at `cursor`, where the source begins anew."""
@@ -147,7 +150,7 @@ class MixtureStage:
         if not self._rules.stops[source]:
             return
         if self._rules.repeat:
-            self._restart([source])
+            self._begin_anew()
             return
         self._stopped = True
         self._left = [
@@ -156,18 +159,15 @@ class MixtureStage:
         ]
 
     def _begin_anew(self) -> None:
-        """No source that has a weight is left."""
+        """What has ended begins its next epoch."""
         self._barren += 1
         if self._barren > self._parts + 1:
             names = [branch.name for branch in self._branches]
             raise DataError(
                 f"a Mixture of {names} gave nothing in {self._barren - 1} epochs of this partition: its sources' steps drop "
-                f"everything, and with repeat=True the search would never end. Loosen the steps, or use repeat=False"
+                f"all, and with repeat=True the search would never end. Loosen the steps, or use repeat=False"
             )
-        self._restart([source for source, done in enumerate(self._mixer.done) if done])
-
-    def _restart(self, sources: Sequence[int]) -> None:
-        for source in sources:
+        for source in [source for source, done in enumerate(self._mixer.done) if done]:
             branch = self._branches[source]
             self._cursors[source] = branch.following(self._cursors[source])
             branch.restart(self._cursors[source])
@@ -177,8 +177,17 @@ class MixtureStage:
     def cursor(self) -> Cursor:
         mixer = self._mixer
         names = [branch.name for branch in self._branches]
+        firsts = [branch.first for branch in self._branches]
         rows = zip(
-            names, self._cursors, mixer.credits, mixer.done, self._samples, self._tokens, self._left, strict=True
+            names,
+            self._cursors,
+            mixer.credits,
+            mixer.done,
+            self._samples,
+            self._tokens,
+            self._left,
+            firsts,
+            strict=True,
         )
         return MIX, self._version, mixer.tokens, mixer.longest, self._stopped, tuple(rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -28,6 +29,10 @@ def twice(sample):
     yield {"id": sample["id"], "copy": 1}
 
 
+def twice_whole(sample):
+    return [sample, sample]
+
+
 def row_itself(row):
     return {"id": row["input_ids"]}
 
@@ -38,6 +43,7 @@ MODES = {  # name -> (steps, options of the dataset, items of a batch of the who
     "accumulated": ((ss.Map(only_id),), {"repeat": True}, PARTS, 2),
     "finite": ((ss.Filter(even), ss.FlatMap(twice)), {"repeat": False}, 24, 1),
     "contents": ((ss.Map(only_id),), {"repeat": True, "snapshot": "contents"}, PARTS, 1),
+    "mixed": ((ss.Pack(24, window=5), ss.Map(row_itself)), {"repeat": True}, PARTS, 1),
     "packed": ((ss.Pack(24, window=5), ss.Map(row_itself)), {"repeat": True}, PARTS, 1),
 }
 
@@ -45,7 +51,10 @@ MODES = {  # name -> (steps, options of the dataset, items of a batch of the who
 def made(url, mode, topology, workers, *, scale=1):
     """The loader of a mode; `scale` times its batch size."""
     steps, options, batch, accumulation = MODES[mode]
-    dataset = ss.StreamDataset(url, *steps, seed=5, shuffle_buffer=20, partitions=PARTS, topology=topology, **options)
+    source = ss.Mixture({"a": url, "b": ss.Source(url, ss.FlatMap(twice_whole))}, (3, 1)) if mode == "mixed" else url
+    dataset = ss.StreamDataset(
+        source, *steps, seed=5, shuffle_buffer=20, partitions=PARTS, topology=topology, **options
+    )
     size = None if batch is None else scale * batch // topology.size
     return ss.StreamLoader(dataset, batch_size=size, workers=workers, start_method="fork", accumulation=accumulation)
 
@@ -71,6 +80,8 @@ def life(url, folder, number, workers, batches, way):
         wanted = None if batches == 0 and mode == "finite" else batches + (mode == "accumulated") * (batches % 2 == 0)
         got[mode] = [batch["id"].tolist() for batch in itertools.islice(loader, wanted)]
         save(loader, Path(folder) / f"{mode}-{number}")
+        if mode == "mixed":
+            got["sources"] = {path: list(astuple(one)) for path, one in loader.sources(over_ranks=True).items()}
         if mode == "packed":
             got["counted"] = loader.counts(over_ranks=True).as_dict()
         loader.close()
@@ -94,8 +105,9 @@ def save(loader, folder):
 def loader_like(loader):
     """A fresh holder of the same settings, for DCP to load into."""
     dataset = loader.dataset
+    source = str(dataset._store.url) if dataset._mixing is None else dataset._mixing.mixture
     return ss.StreamDataset(
-        str(dataset._store.url), *dataset.steps, seed=5, shuffle_buffer=20, partitions=PARTS, topology=dataset.topology,
+        source, *dataset.steps, seed=5, shuffle_buffer=20, partitions=PARTS, topology=dataset.topology,
         repeat=dataset._repeat, snapshot=dataset._snapshot,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import astuple
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -51,7 +52,7 @@ def test_micro_batches_are_those_of_an_undisturbed_run_in_its_order(lives, url):
     alone.close()
 
 
-@pytest.mark.parametrize("mode", ["rows", "accumulated", "contents", "packed"])
+@pytest.mark.parametrize("mode", ["rows", "accumulated", "contents", "packed", "mixed"])
 def test_batches_of_the_whole_job_are_the_same_sets_in_the_same_order(lives, url, mode):
     """`accumulated` is saved in the middle of an optimizer step, which comes again whole."""
     got = []
@@ -70,6 +71,17 @@ def test_counts_go_on_over_every_change_and_every_rank_gets_the_sum(lives, url):
         for _ in life[0]["packed"]:
             next(batches)
         assert [answer["counted"] for answer in life] == [alone.counts().as_dict()] * len(life)
+    alone.close()
+
+
+def test_what_a_mixture_has_drawn_goes_on_over_every_change(lives, url):
+    alone = made(url, "mixed", ss.Topology(0, 1), 0)
+    batches = iter(alone)
+    for life in lives:
+        for _ in life[0]["mixed"]:
+            next(batches)
+        expected = {path: list(astuple(one)) for path, one in alone.sources().items()}
+        assert [answer["sources"] for answer in life] == [expected] * len(life)
     alone.close()
 
 
