@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-test: $(STAMP)  ## the whole suite but the slow tests, under ten minutes on two cores
+test: $(STAMP)  ## the whole suite but the slow tests, about half an hour on two cores
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(STAMP)  ## the tests that take minutes

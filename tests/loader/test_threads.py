@@ -94,7 +94,7 @@ def test_contents_are_those_of_the_batch_handed_out_and_resume_without_reading_o
     resumed.load_state_dict(state)
     for p, samples in contents.items():
         order = resumed.dataset.open_share(resumed.dataset.shares(0)[0]).runs[p].source._open(0, 3)
-        held = {(0, read) for read in order._reads_held.tolist() if read >= 0}
+        held = {("", 0, read) for read in order._reads_held.tolist() if read >= 0}
         assert held <= set(samples)
     assert [digest(b) for b in resumed] == [digest(b) for b in batches]
 
