@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import streamshard as ss
+from streamshard.attention import block_mask, hugging_face
 from streamshard.testing import assert_exact_resume
 
 
@@ -79,3 +80,22 @@ def other_loaders(url: str) -> dict[str, Any]:
 
 def prove(url: str) -> int:
     return assert_exact_resume(lambda: ss.StreamDataset(url), items=100).resumes
+
+
+def pack(web: str, code: str, state: dict[str, Any] | None) -> tuple[ss.Counts, dict[str, ss.SourceProgress]]:
+    mixture = ss.Mixture(
+        {"web": web, "code": ss.Source(code, ss.Map(tokenize), only="python")},
+        {"web": 0.7, "code": 0.3},
+        unit="tokens", exhausted={"web": "drop"}, max_epochs={"code": 4}, schedule=[(10**9, (0.5, 0.5))],
+    )  # fmt: skip
+    rows = ss.Pack(2048, fields={"input_ids": "text"}, overflow="truncate", max_segments=64, balance=16)
+    dataset = ss.StreamDataset(mixture, rows, ss.Batch(16), provenance=True)
+    if state is not None:
+        dataset.load_state_dict(state, allow={"mixture"})
+    for batch in dataset:
+        segments: list[list[ss.Segment]] = batch["__segments__"]
+        mask: torch.Tensor = block_mask(batch)
+        print(segments[0][0].ref.source, mask, hugging_face(batch, "flash"))
+        break
+    print(ss.Batch(max_tokens=8192), ss.BucketBatch([256, 512], max_tokens=8192, overflow="alone"))
+    return dataset.counts(over_ranks=True), dataset.sources()

@@ -141,6 +141,14 @@ class Tally:
             numbers = self._sources[path] = [0] * len(_NAMES)
         return numbers
 
+    def drop(self, path: str, tokens: int, *, first: bool) -> None:
+        """A document of `tokens` is left out; `first`: the first one of its stored sample."""
+        numbers = self.of(path)
+        numbers[SAMPLES] += first
+        numbers[DOCUMENTS] += 1
+        numbers[DROPPED] += 1
+        numbers[DROPPED_TOKENS] += tokens
+
     def merge(self, other: Tally) -> None:
         """What another has counted, too."""
         for path, numbers in other._sources.items():

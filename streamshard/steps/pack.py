@@ -14,8 +14,6 @@ from streamshard.steps.concat import first_cursor as first_of_concat
 from streamshard.steps.contract import Document, Fields, Layout, loss_tokens
 from streamshard.steps.counts import (
     DOCUMENTS,
-    DROPPED,
-    DROPPED_TOKENS,
     LOSS,
     REAL,
     SAMPLES,
@@ -180,11 +178,7 @@ class Packer:
         if piece.length <= self.size:
             return [piece]
         if self._overflow == "drop":
-            numbers = tally.of(piece.identity[0])
-            numbers[SAMPLES] += piece.first
-            numbers[DOCUMENTS] += 1
-            numbers[DROPPED] += 1
-            numbers[DROPPED_TOKENS] += piece.length
+            tally.drop(piece.identity[0], piece.length, first=piece.first)
             return []
         if self._overflow == "truncate":
             return [self.cut_at(piece, 0, self.size)]

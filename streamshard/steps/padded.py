@@ -10,8 +10,6 @@ from streamshard.order.cursor import Ref
 from streamshard.steps.contract import Document, Fields, Layout, Length, loss_tokens
 from streamshard.steps.counts import (
     DOCUMENTS,
-    DROPPED,
-    DROPPED_TOKENS,
     LOSS,
     REAL,
     SAMPLES,
@@ -84,12 +82,8 @@ class Padded:
         """`piece` as it is put into a batch; None if it is dropped, which is counted."""
         if piece.length <= self.max_tokens or self._overflow == "alone":
             return piece
-        numbers = tally.of(piece.identity[0])
         if self._overflow == "drop":
-            numbers[SAMPLES] += piece.first
-            numbers[DOCUMENTS] += 1
-            numbers[DROPPED] += 1
-            numbers[DROPPED_TOKENS] += piece.length
+            tally.drop(piece.identity[0], piece.length, first=piece.first)
             return None
         cut = piece.content.cut(0, self.max_tokens)
         return Piece(piece.identity, cut, 0, self.max_tokens, piece.whole, first=piece.first)
