@@ -33,6 +33,29 @@ def test_a_dataset_streams_and_resumes_from_every_store(place, tmp_path):
     assert got + [item["id"] for item in resumed] == whole
 
 
+def test_a_packed_mixture_streams_and_resumes_from_every_store_and_over_several(place, tmp_path):
+    """One source in the store, with credentials of its own, and one in a directory."""
+    url, options = place
+    write_dataset(url, 203, storage_options=options, length_field="tokens")
+    local = write_dataset(tmp_path / "same", 203, length_field="tokens")
+
+    def read(where, settings):
+        mixture = ss.Mixture({"far": ss.Source(where, storage_options=settings), "near": local}, (2, 1))
+        return ss.StreamDataset(mixture, ss.Pack(32, window=20), partitions=4, repeat=True, shuffle_buffer=30)
+
+    def rows(dataset, count):
+        return [row["input_ids"].tolist() for row in itertools.islice(iter(dataset), count)]
+
+    whole = rows(read(local, None), 120)
+    dataset = read(url, options)
+    got = rows(dataset, 50)
+    resumed = read(url, options)
+    resumed.load_state_dict(dataset.state_dict())
+    assert got + rows(resumed, 70) == whole
+    if options:
+        assert dataset.storage_counters().requests > 0
+
+
 def test_appending_and_parallel_writers_work_in_every_store(place):
     url, options = place
     for name in ("b", "a"):
