@@ -21,11 +21,28 @@ def only_id(sample):
     return {"id": sample["id"]}
 
 
+def twice(sample):
+    return [sample, sample]
+
+
+def tokens_as_id(item):
+    return {"id": item["input_ids"]}
+
+
+STEPS = {
+    "batches": (ss.Map(only_id), ss.Batch(SIZE)),
+    "packed": (ss.Pack(32, window=9), ss.Map(tokens_as_id)),
+    "buckets": (ss.BucketBatch([6, 9], 40, window=9), ss.Map(tokens_as_id)),
+}  # of one dataset, and the other two of a mixture
+
+
 def loader_of(url, topology, workers):
+    """The url may begin with what is made of it: ``packed:/data``."""
+    kind, _, url = url.rpartition(":")
+    source = url if not kind else ss.Mixture({"a": url, "b": ss.Source(url, ss.FlatMap(twice))}, (2, 1))
     dataset = ss.StreamDataset(
-        url,
-        ss.Map(only_id),
-        ss.Batch(SIZE),
+        source,
+        *STEPS[kind or "batches"],
         seed=11,
         partitions=PARTS,
         shuffle_buffer=20,

@@ -59,6 +59,8 @@ def check(folder, url, kills, seed):
     with loader_of(url, ss.Topology(0, 1), 0) as alone:
         undisturbed = [batch["id"].tolist() for batch in itertools.islice(alone, max(trained) + 1)]
     assert [trained[slot] for slot in sorted(trained)] == undisturbed
+    if ":" in url:
+        return
     counts = Counter(i for slot in range(COUNT // SIZE) for i in trained[slot])
     assert len(counts) == COUNT
     assert set(counts.values()) == {1}
@@ -66,6 +68,18 @@ def check(folder, url, kills, seed):
 
 def test_five_kills_change_nothing(tmp_path):
     check(tmp_path, write_dataset(tmp_path / "ds", COUNT), kills=5, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["packed", "buckets"])
+def test_two_kills_change_nothing_of_a_mixture(tmp_path, kind):
+    check(tmp_path, f"{kind}:{write_dataset(tmp_path / 'ds', COUNT)}", kills=2, seed=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["packed", "buckets"])
+@pytest.mark.parametrize("seed", range(2, 5))
+def test_more_kills_change_nothing_of_a_mixture(tmp_path, kind, seed):
+    check(tmp_path, f"{kind}:{write_dataset(tmp_path / 'ds', COUNT)}", kills=5, seed=seed)
 
 
 @pytest.mark.slow
