@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from streamshard.branches import DatasetBranch, MixedSource, MixtureBranch, Place, branches_of, states_of
 from streamshard.catalog import load_manifest
 from streamshard.errors import StateError, UsageError
-from streamshard.iteration import Book, Finished, Kit, open_leaf
-from streamshard.order.cursor import MIX, Cursor, Ref, innermost, with_innermost
+from streamshard.iteration import Book, Finished, Kit
+from streamshard.order.cursor import MIX, Cursor, innermost, with_innermost
 from streamshard.order.mixture import UNSCALED, phases
 from streamshard.order.partition import OrderSpec
 from streamshard.prefetch.access import ShardAccess
-from streamshard.prefetch.source import Kept
+from streamshard.resolved import Resolved, changes, plan_of, resolve, resolved_leaves
 from streamshard.shard.manifest import Manifest
-from streamshard.sources import Mixture, Resolved, Source, changes, plan_of, resolve, resolved_leaves
-from streamshard.steps.mixture import BranchCursor, MixtureStage, Rules
-from streamshard.steps.pipeline import Needed, StepsPast, open_stages, start_cursor, still_needed, wants_refs
-from streamshard.steps.step import Stage, Step, StepContext
+from streamshard.sources import Mixture, Source
+from streamshard.steps.mixture import BranchCursor, Rules
+from streamshard.steps.pipeline import open_stages, start_cursor
+from streamshard.steps.step import StepContext
 from streamshard.storage.store import Store
 
 
@@ -167,7 +168,7 @@ class MixedOrigin:
         inner = [self._starts_of(source, mixture, prefix) for source in resolved["sources"]]
         version, longest = len(self.mixing.versions) - 1, 0 if mean else UNSCALED
         return [
-            (MIX, version, 0, longest, False, _states(map(_with_credit, states, credit)))
+            (MIX, version, 0, longest, False, states_of(map(_with_credit, states, credit)))
             for states, credit in zip(zip(*inner, strict=True), owed, strict=True)
         ]
 
@@ -193,7 +194,7 @@ class MixedOrigin:
     ) -> MixedSource:
         """A mixture, or one inside of it, in one partition."""
         branches: list[DatasetBranch | MixtureBranch] = []
-        for source, state in zip(resolved["sources"], _branches(cursor), strict=True):
+        for source, state in zip(resolved["sources"], branches_of(cursor), strict=True):
             described, path = mixture.sources[state.name], prefix + state.name
             if isinstance(described, Mixture):
                 inside = place._replace(repeat=source["exhausted"] == "repeat")
@@ -210,7 +211,7 @@ class MixedOrigin:
 
     def _counters(self, cursor: Cursor, mixture: Mixture) -> Iterator[tuple[str, int]]:
         stopped = cursor[4]
-        for state in _branches(cursor):
+        for state in branches_of(cursor):
             described = mixture.sources[state.name]
             if isinstance(described, Mixture):
                 found = self._counters(state.cursor, described)
@@ -227,7 +228,7 @@ class MixedOrigin:
 
     def _drawn(self, p: int, cursor: Cursor, resolved: Resolved, prefix: str) -> Iterator[tuple[str, Drawn]]:
         sources = {source["name"]: source for source in resolved["sources"]}
-        for state in _branches(cursor):
+        for state in branches_of(cursor):
             source, path = sources[state.name], prefix + state.name
             if "mixture" in source:
                 yield from self._drawn(p, state.cursor, source["mixture"], f"{path}/")
@@ -245,7 +246,7 @@ class MixedOrigin:
         return self._adopted(p, cursor, self._latest, self.mixing.mixture, "")
 
     def _adopted(self, p: int, cursor: Cursor, resolved: Resolved, mixture: Mixture, prefix: str) -> Cursor:
-        known = {state.name: state for state in _branches(cursor)}
+        known = {state.name: state for state in branches_of(cursor)}
         states = []
         for source in resolved["sources"]:
             name = source["name"]
@@ -258,7 +259,7 @@ class MixedOrigin:
             else:
                 states.append(_allowed_on(known[name], _epochs(source)))
         mix, _, tokens, longest, stopped, _ = cursor
-        return mix, len(self.mixing.versions) - 1, tokens, longest, stopped, _states(states)
+        return mix, len(self.mixing.versions) - 1, tokens, longest, stopped, states_of(states)
 
 
 def _with_credit(state: BranchCursor, credit: int) -> BranchCursor:
@@ -273,158 +274,9 @@ def _allowed_on(state: BranchCursor, epochs: int | None) -> BranchCursor:
     return state
 
 
-class Place(NamedTuple):
-    """Where a branch is opened: in which partition, with what, in a mixture that begins anew by itself or not. slots: of all
-    shuffle buffers.
-    """
-
-    p: int
-    kit: Kit
-    repeat: bool
-    slots: int
-
-
-def _states(states: Iterable[BranchCursor]) -> Cursor:
-    return tuple(tuple(state) for state in states)
-
-
-def _branches(cursor: Cursor) -> list[BranchCursor]:
-    return [BranchCursor(*state) for state in cursor[-1]]
-
-
 def _epochs(leaf: Resolved) -> int | None:
     """How many epochs of a dataset are read before it ends; None: for ever."""
     if leaf["exhausted"] == "repeat":
         found: int | None = leaf["max_epochs"]
         return found
     return 1
-
-
-class DatasetBranch:
-    """A dataset in one partition of a mixture, with its steps."""
-
-    def __init__(  # noqa: PLR0917  (made in one place)
-        self, book: Book, steps: Sequence[Step], path: str, state: BranchCursor, epochs: int | None, place: Place
-    ) -> None:
-        self.name = state.name
-        self.first = state.first
-        self._epochs = epochs
-        self._share = book.slots / place.slots
-        self._path = path
-        self._book = book
-        self._steps = steps
-        self._place = place
-        context = replace(place.kit.context, prefix=f"{path}:", sources=1)
-        self._context = replace(context, refs=context.refs or wants_refs(steps))
-        self._kit = replace(place.kit, context=self._context)
-        self._open(state.cursor)
-
-    def _open(self, cursor: Cursor) -> None:
-        last = None if self._epochs is None else self.first + self._epochs - 1
-        self.source = open_leaf(
-            self._book, self._place.p, innermost(cursor), self._kit, last=last, path=self._path, share=self._share
-        )
-        self.stage: Stage = open_stages(self._steps, cursor, self._context, lambda _: self.source)
-
-    def restart(self, cursor: Cursor) -> None:
-        self.first = innermost(cursor)[0]
-        self.source.close()
-        self._open(cursor)
-
-    def following(self, cursor: Cursor) -> Cursor:
-        return with_innermost(cursor, (innermost(cursor)[0] + 1, 0))
-
-    def unread(self, cursor: Cursor) -> int:
-        epoch, k = innermost(cursor)
-        return int(self._book.epoch(epoch)[0].partition_size(self._place.p)) - int(k)
-
-    def again(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any, Ref]]:
-        return StepsPast(self._steps, self.source, self._context).items(identities)
-
-    def ref_of(self, identity: tuple[Any, ...]) -> Ref:
-        return self.source.ref_of(identity)
-
-    def owns(self, path: str) -> bool:
-        return path == self._path
-
-    def forget(self, cursor: Cursor, needed: Needed) -> None:
-        self.source.forget(innermost(cursor), needed | still_needed(self._steps, cursor))
-
-
-class MixtureBranch:
-    """A mixture inside of a mixture, in one partition."""
-
-    def __init__(self, opened: Callable[[Cursor], MixedSource], path: str, cursor: Cursor) -> None:
-        self.name = path.rpartition("/")[2]
-        self.first = 0
-        self._open = opened
-        self._prefix = f"{path}/"
-        self.source = opened(cursor)
-        self.stage: Stage = self.source
-
-    def restart(self, cursor: Cursor) -> None:
-        self.source.close()
-        self.source = self._open(cursor)
-        self.stage = self.source
-
-    def following(self, cursor: Cursor) -> Cursor:
-        return self.source.following(cursor)
-
-    def unread(self, cursor: Cursor) -> int:
-        return self.source.unread(cursor)
-
-    def again(self, identities: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any, Ref]]:
-        stage = self.source.again(identities)
-        return ((stage.identity(), item, stage.ref()) for item in stage)
-
-    def ref_of(self, identity: tuple[Any, ...]) -> Ref:
-        return self.source.ref_of(identity)
-
-    def owns(self, path: str) -> bool:
-        return path.startswith(self._prefix)
-
-    def forget(self, cursor: Cursor, needed: Needed) -> None:
-        self.source.forget(cursor, needed)
-
-
-class MixedSource(MixtureStage):
-    """The first stage of a partition of a mixture, with what an iteration asks of it."""
-
-    _branches: Sequence[DatasetBranch | MixtureBranch]
-
-    def open(self) -> None:
-        """Request the first blocks of all sources."""
-        for place, branch in enumerate(self._branches):
-            if self._mixer.may_give(place):
-                branch.source.open()
-
-    def close(self) -> None:
-        """Let go of what was requested and not begun."""
-        for branch in self._branches:
-            branch.source.close()
-
-    def forget(self, base: Cursor, needed: Needed) -> None:
-        """No cursor before `base` will be asked for again, but for the samples `needed`."""
-        for branch, state in zip(self._branches, _branches(base), strict=False):  # `base` may be from before a change
-            branch.forget(state.cursor, needed)
-
-    def kept(self) -> list[Kept]:
-        """What a contents snapshot has of it."""
-        return [kept for branch in self._branches for kept in branch.source.kept()]
-
-    def following(self, cursor: Cursor) -> Cursor:
-        """Where it begins anew: only what had ended does."""
-        mix, version, tokens, longest, _, _ = cursor
-        states = []
-        for branch, state in zip(self._branches, _branches(cursor), strict=True):
-            if state.done:
-                at = branch.following(state.cursor)
-                epoch = innermost(at)[0]
-                state = state._replace(cursor=at, done=False, first=epoch if isinstance(epoch, int) else 0)
-            states.append(state._replace(left=0))
-        return mix, version, tokens, longest, False, _states(states)
-
-    def unread(self, cursor: Cursor) -> int:
-        """Stored samples of the epoch that come after `cursor`, of all sources that had not ended."""
-        states = zip(self._branches, _branches(cursor), strict=True)
-        return sum(branch.unread(state.cursor) for branch, state in states if not state.done)
