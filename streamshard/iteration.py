@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,9 @@ from streamshard.state import PartitionState
 from streamshard.steps.pipeline import Needed, at_border, open_stages, still_needed
 from streamshard.steps.step import SourceStage, Stage, Step, StepContext
 from streamshard.steps.threads import Pools
+
+_logger = logging.getLogger("streamshard")
+_LONG = 1000  # items of a partition within which a window has left, and all outputs of a sample
 
 Mark = tuple[int, bool, Cursor]  # turn, done and cursor of a partition: a `PartitionState` that costs a tuple to make
 
@@ -157,6 +161,7 @@ class PartitionRun:
         self.cursor = state.cursor
         self._reading = reading
         self._forgets = forgets
+        self._waited = 0
         self.cursor, self.source, self.stage, self._behind = reading.begin(p, state.cursor)
         self.items = self._items()
 
@@ -173,13 +178,25 @@ class PartitionRun:
             if self._forgets:
                 self.source.forget(innermost(self.cursor), self._reading.needed(self.cursor))
             yield item
-            if self._behind and at_border(self._reading.steps, self.cursor):
+            if self._behind and not at_border(self._reading.steps, self.cursor):
+                self._tell_if_behind_for_long()
+            elif self._behind:
                 kept = self.source.kept()
                 self.source.close()
                 self.cursor, self.source, self.stage, self._behind = self._reading.begin(self.p, self.cursor, kept)
                 return
         self.cursor = stage.cursor()
         self.done = True
+
+    def _tell_if_behind_for_long(self) -> None:
+        self._waited += 1
+        if self._waited == _LONG:
+            _logger.warning(
+                "a change of the Mixture has not taken effect in partition %d after %d items: it waits for a moment when no "
+                "step is in the middle of something, and there was none yet (as when a Filter drops the last output of every "
+                "FlatMap's item)",
+                self.p, self._waited,
+            )  # fmt: skip
 
     def mark(self) -> Mark:
         return self.turn, self.done, self.cursor

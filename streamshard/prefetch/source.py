@@ -195,7 +195,8 @@ class PartitionSource:
                     yield sample
             ends = self._last is not None and self.epoch >= self._last
             if not ends:
-                following = self._open(self.epoch + 1, 0)  # its first blocks arrive while this epoch drains
+                number = self._next_epoch()
+                following = self._open(number, 0)  # its first blocks arrive while this epoch drains
             for slot in buffer.drain_order()[k - buffer.drain_from :].tolist():
                 sample = held[slot]
                 held[slot] = None
@@ -205,7 +206,16 @@ class PartitionSource:
                 self.finished = True
                 return
             self._emitted_before += self.k
-            self.epoch, self.k, opened = self.epoch + 1, 0, following
+            self.epoch, self.k, opened = number, 0, following
+
+    def _next_epoch(self) -> int:
+        """The next epoch in which the partition has samples: of fewer samples than partitions, not every partition has one in
+        every epoch.
+        """
+        number = self.epoch + 1
+        while number != self._last and self._book.epoch(number)[0].partition_size(self._p) == 0:
+            number += 1
+        return number
 
     @property
     def emitted(self) -> int:

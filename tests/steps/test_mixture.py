@@ -783,3 +783,15 @@ def test_lengths_may_be_of_any_kind_of_int(length):
         Length("n", needed=True)({"n": 5.0})
     with pytest.raises(UsageError, match="a URL or a Mixture, not a dict"):
         ss.StreamDataset({"web": "x"})
+
+
+def test_a_change_that_finds_no_border_is_told(urls, caplog):
+    """A filter that drops the last output of every sample: the source is never between two."""
+    steps = (ss.FlatMap(twice), ss.Filter(lambda item: item["half"] == 0))
+    names = ("web", "code")
+    before = read(flat({n: urls[n] for n in names}, (1, 1)), *steps, partitions=1)
+    take(before, 3)
+    after = resumed_with(urls, before.state_dict(), flat({n: urls[n] for n in names}, (1, 3)), *steps, partitions=1)
+    with caplog.at_level("WARNING", logger="streamshard"):
+        take(after, 1200)
+    assert caplog.text.count("has not taken effect in partition 0 after 1000 items") == 1
