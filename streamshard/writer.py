@@ -75,6 +75,8 @@ class DatasetWriter:
         _check_sizes(shard_bytes, block_bytes, level)
         if writer is not None:
             _check_name(writer)
+        if split_by is not None and not isinstance(split_by, str):
+            raise UsageError(f"split_by={split_by!r}: pass the name of a field")
         self._store = open_store(url, storage_options)
         self._writer = writer
         self._append = append

@@ -54,8 +54,10 @@ class Batch:
             raise UsageError(f"Batch({self.size!r}): the number of items must be an int >= 1")
         if self.max_tokens is not None:
             self._check_max_tokens(self.max_tokens)
-        elif self.fields is not None or self.length is not None:
-            raise UsageError("Batch(fields=..., length=...) is about max_tokens=: pass that too, or leave them out")
+        elif (self.fields, self.length, self.overflow, self.pad_id) != (None, None, "error", 0):
+            raise UsageError(
+                "Batch(fields=, length=, overflow=, pad_id=) are about max_tokens=: pass that too, or leave them out"
+            )
         if self.ragged not in RAGGED:
             raise UsageError(f"Batch(ragged={self.ragged!r}): choose one of {', '.join(map(repr, RAGGED))}")
         if not isinstance(self.pad_value, int | float):

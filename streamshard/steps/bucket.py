@@ -128,7 +128,7 @@ class Bucketer:
     def again(self, content: Any, length: int, start: int) -> tuple[Any, int]:  # noqa: ARG002  (the protocol's)
         return content, length
 
-    def plan(self, pieces: Sequence[Piece], *, last: bool) -> Plan:
+    def plan(self, pieces: Sequence[Piece], *, last: bool, before: int) -> Plan:  # noqa: ARG002  (the protocol's)
         """Each bucket's documents in order, those that waited first, in batches; the unfinished one waits, but not for ever."""
         batches, left = [], []
         for bucket in self._by_bucket(pieces):
@@ -165,7 +165,7 @@ class Bucketer:
         place = bisect_left(self._boundaries, longest)
         return self._boundaries[place] if self._fixed and place < len(self._boundaries) else longest
 
-    def arrange(self, rows: list[list[Piece]]) -> list[list[Piece]]:
+    def arrange(self, rows: list[list[Piece]], *, before: int) -> list[list[Piece]]:  # noqa: ARG002  (the protocol's)
         return rows
 
     def make(self, row: Sequence[Piece]) -> Any:

@@ -43,7 +43,7 @@ def decode(groups: tuple[tuple[str, str], ...]) -> tuple[Carried, ...]:
         return tuple(piece for path, text in groups for piece in _decode(path, text))
     except (ValueError, TypeError) as error:
         raise StateError(
-            f"the pieces that a Pack carries are damaged in the state ({error}); resume from an earlier checkpoint"
+            f"the pieces that a step carries are damaged in the state ({error}); resume from an earlier checkpoint"
         ) from error
 
 

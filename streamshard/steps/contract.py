@@ -50,6 +50,12 @@ class Document(NamedTuple):
         return Document(ids, labels, tuple(extra[start:stop] for extra in self.extras), self.ref)
 
 
+def check_pad_id(step: str, pad_id: object) -> None:
+    """Refuse at construction what is no token id."""
+    if type(pad_id) is not int or not 0 <= pad_id < 1 << 63:
+        raise UsageError(f"{step}(pad_id={pad_id!r}): a token id is an int from 0 on, of 63 bits")
+
+
 class Fields:
     """Which fields of a sample are the columns of a document. Immutable.
 

@@ -129,6 +129,11 @@ class Tally:
         self._rows, self._physical, sources = frozen
         self._sources: dict[str, list[int]] = {path: list(numbers) for path, *numbers in sources}
 
+    @property
+    def rows(self) -> int:
+        """That have left."""
+        return int(self._rows)
+
     def row(self, physical: int) -> None:
         """A row has left."""
         self._rows += 1

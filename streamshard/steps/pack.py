@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from streamshard.errors import DataError, UsageError
@@ -11,7 +13,7 @@ from streamshard.order.cursor import Cursor, Ref
 from streamshard.steps.carried import Carried, decode
 from streamshard.steps.concat import ConcatStage
 from streamshard.steps.concat import first_cursor as first_of_concat
-from streamshard.steps.contract import Document, Fields, Layout, loss_tokens
+from streamshard.steps.contract import Document, Fields, Layout, check_pad_id, loss_tokens
 from streamshard.steps.counts import (
     DOCUMENTS,
     LOSS,
@@ -28,6 +30,9 @@ from streamshard.steps.planner import balanced, best_fit
 from streamshard.steps.rounds import Piece, Plan, RoundStage, first_cursor
 from streamshard.steps.step import Stage, StepContext
 
+_logger = logging.getLogger("streamshard")
+
+_FEW_GROUPS = 4  # in a window, from which on groups can be balanced
 _OVERFLOWS = ("split", "truncate", "drop", "error")
 _ALGORITHMS = ("best_fit", "concat")
 
@@ -51,8 +56,8 @@ class Pack:
         compiled models.
 
     balance: rows leave in groups of so many, each group with about the same sum of squared document lengths, which is what
-        attention costs. With ``Batch(balance)`` behind it, ranks take about equally long without talking to one another.
-        With ``"best_fit"`` only.
+        attention costs. With ``Batch(balance)`` behind it, ranks take about equally long without talking to one another. A
+        window has to hold several groups of rows, or there is little to choose from (logged). With ``"best_fit"`` only.
 
     What has left is counted by source: `StreamLoader.counts`. Only `Map`, `Filter` and `FlatMap` may come before it. The order
     of the rows is shuffled within a window.
@@ -79,8 +84,7 @@ class Pack:
                 raise UsageError(f"Pack({name}={optional!r}): it must be an int >= 1, or None")
         if self.algorithm == "concat" and self.balance is not None:
             raise UsageError("Pack(balance=..., algorithm='concat'): rows that are cut anywhere are not reordered")
-        if type(self.pad_id) is not int or not 0 <= self.pad_id < 1 << 63:
-            raise UsageError(f"Pack(pad_id={self.pad_id!r}): a token id is an int from 0 on, of 63 bits")
+        check_pad_id("Pack", self.pad_id)
         for name, choice, known in (
             ("overflow", self.overflow, _OVERFLOWS),
             ("algorithm", self.algorithm, _ALGORITHMS),
@@ -189,7 +193,7 @@ class Packer:
         content = piece.content.cut(start, start + length)
         return Piece(piece.identity, content, start, len(content.input_ids), piece.whole, first=piece.first)
 
-    def plan(self, pieces: Sequence[Piece], *, last: bool) -> Plan:
+    def plan(self, pieces: Sequence[Piece], *, last: bool, before: int) -> Plan:
         """Best-fit-decreasing, pieces that have waited twice first. The fullest nine tenths of the rows leave, and those with
         a piece that has waited twice; what fills a row by itself always does.
         """
@@ -201,25 +205,31 @@ class Packer:
         rows.sort(key=_fill, reverse=True)  # stable: of equally full rows, the one begun first
         keep = max(1, 9 * len(rows) // 10)
         leaves = [place < keep or any(piece.age >= 2 for piece in row) for place, row in enumerate(rows)]
-        self._keep_groups_whole(leaves, rows, len(full))
+        self._keep_groups_whole(leaves, rows, before, len(full))
         emitted = [_as_read(row) for row, goes in zip(rows, leaves, strict=True) if goes]
         return Plan(
             full + emitted, [piece for row, goes in zip(rows, leaves, strict=True) if not goes for piece in row]
         )
 
-    def _keep_groups_whole(self, leaves: list[bool], rows: list[list[Piece]], full: int) -> None:
-        """Hold back the emptiest rows that may wait, so that a whole number of groups leaves."""
-        over = (full + sum(leaves)) % self._balance if self._balance else 0
+    def _keep_groups_whole(self, leaves: list[bool], rows: list[list[Piece]], before: int, full: int) -> None:
+        """Hold back the emptiest rows that may wait, so that all that has left is a whole number of groups."""
+        if self._balance is None:
+            return
+        leaving = full + sum(leaves)
+        if leaving < _FEW_GROUPS * self._balance:
+            _tell_of_few_rows(self.label, self._balance)
+        over = (before + leaving) % self._balance
         may_wait = [place for place, row in enumerate(rows) if leaves[place] and all(piece.age < 2 for piece in row)]
-        if 0 < over <= len(may_wait) and full + sum(leaves) > over:
+        if 0 < over <= len(may_wait):
             for place in may_wait[-over:]:
                 leaves[place] = False
 
-    def arrange(self, rows: list[list[Piece]]) -> list[list[Piece]]:
+    def arrange(self, rows: list[list[Piece]], *, before: int) -> list[list[Piece]]:
         if self._balance is None:
             return rows
-        costs = [sum(piece.length**2 for piece in row) for row in rows]
-        return [rows[place] for place in balanced(costs, self._balance)]
+        begun = -before % self._balance  # rows that complete a group begun in an earlier window
+        costs = [sum(piece.length**2 for piece in row) for row in rows[begun:]]
+        return rows[:begun] + [rows[begun + place] for place in balanced(costs, self._balance)]
 
     def make(self, row: Sequence[Piece]) -> dict[str, Any]:
         return self._layout.row([piece.content for piece in row], [piece.start for piece in row])
@@ -242,6 +252,15 @@ class Packer:
             numbers[TRUNCATED_TOKENS] += piece.whole - piece.length
         else:
             numbers[SPLIT] += 1
+
+
+@lru_cache(maxsize=64)  # once is enough
+def _tell_of_few_rows(label: str, balance: int) -> None:
+    _logger.warning(
+        "%s has fewer than %d rows in a window, and balance=%d wants groups of rows that cost the same: of so few they cannot be "
+        "made. Use a larger window=, or smaller groups",
+        label, _FEW_GROUPS * balance, balance,
+    )  # fmt: skip
 
 
 def _planning_order(piece: Piece) -> tuple[Any, ...]:

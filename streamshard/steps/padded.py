@@ -7,7 +7,7 @@ from typing import Any
 
 from streamshard.errors import DataError, UsageError
 from streamshard.order.cursor import Ref
-from streamshard.steps.contract import Document, Fields, Layout, Length, loss_tokens
+from streamshard.steps.contract import Document, Fields, Layout, Length, check_pad_id, loss_tokens
 from streamshard.steps.counts import (
     DOCUMENTS,
     LOSS,
@@ -45,8 +45,15 @@ class Padded:
             raise UsageError(f"{label}(max_tokens={max_tokens!r}): it must be an int >= 1")
         if overflow not in OVERFLOWS:
             raise UsageError(f"{label}(overflow={overflow!r}): choose one of {', '.join(map(repr, OVERFLOWS))}")
+        check_pad_id(label, pad_id)
         if collate_fn is not None:
             check_callable(label, collate_fn)
+        if collate_fn is not None and fields is not None:
+            raise UsageError(
+                f"{label}(fields=..., collate_fn=...): a function gets items as they are; leave fields= out"
+            )
+        if length is not None and not isinstance(length, str):
+            raise UsageError(f"{label}(length={length!r}): pass the name of a field")
         if overflow == "truncate" and collate_fn is not None:
             raise UsageError(
                 f"{label}(overflow='truncate', collate_fn=...): cut items in a Map, or choose another overflow"
@@ -71,6 +78,10 @@ class Padded:
         else:
             content = self._fields.read(item, ref)
             length = len(content.input_ids)
+        if length < 1:
+            raise DataError(
+                f"an item has the length {length}; lengths are at least 1. Leave such items out with a Filter"
+            )
         if length > self.max_tokens and self._overflow == "error":
             raise DataError(
                 f"an item has {length} tokens, and a batch at most {self.max_tokens}: with overflow='error' that is refused. "

@@ -31,6 +31,11 @@ def check_steps(steps: Sequence[Any]) -> None:
                 f"step {place}, {step.label} with rng=True, comes after {batched}: what it gives has no single sample to seed "
                 f"a generator from; move it before {batched}"
             )
+        if batched is not None and isinstance(step, Batch) and step.max_tokens is not None:
+            raise UsageError(
+                f"step {place}, {step.label}, comes after {batched}: it puts documents into rows, and these are rows already. "
+                f"Use Batch(n), or a StreamLoader with batch_size=n"
+            )
         if isinstance(step, Holding):
             _check_before(step.label, steps[:place])
         if isinstance(step, Batch | Holding):

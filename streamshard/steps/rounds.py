@@ -71,10 +71,10 @@ class Planner(Protocol):
     def again(self, content: Any, length: int, start: int) -> tuple[Any, int]:
         """(content, length) of the piece that begins at `start` of a document of `length`."""
 
-    def plan(self, pieces: Sequence[Piece], *, last: bool) -> Plan:
-        """Rows out of pieces; all of them if this is the `last` round."""
+    def plan(self, pieces: Sequence[Piece], *, last: bool, before: int) -> Plan:
+        """Rows out of pieces; all of them if this is the `last` round. `before`: rows that had left before it."""
 
-    def arrange(self, rows: list[list[Piece]]) -> list[list[Piece]]:
+    def arrange(self, rows: list[list[Piece]], *, before: int) -> list[list[Piece]]:
         """The order in which rows leave, given a shuffled one."""
 
     def make(self, row: Sequence[Piece]) -> Any:
@@ -160,13 +160,14 @@ class RoundStage(Passing):
                 raise self._changed()
             pieces = [cut for piece in read for cut in self._planner.cut(piece, lost)]
             self._search(read, found=bool(pieces))
-            rows, left = self._planner.plan([*carried, *pieces], last=ended)
+            before = self._tally.rows - skip
+            rows, left = self._planner.plan([*carried, *pieces], last=ended, before=before)
             for piece in left:
                 piece.age += 1
             left.sort(key=_as_read)
             at = self._upstream.cursor()
             following = _record(at, left, samples.seen)
-            rows = self._shuffled(rows, checksum)
+            rows = self._planner.arrange(self._shuffled(rows, checksum), before=before)
             del read, pieces, carried  # a row's documents go when it has left
             if not skip:
                 self._tally.merge(lost)
@@ -228,7 +229,7 @@ class RoundStage(Passing):
     def _shuffled(self, rows: list[list[Piece]], checksum: int) -> list[list[Piece]]:
         """Planned rows come longest document first, which would bias training."""
         key = stream_key(self._context.seed, "rows", self._context.place, checksum)
-        return self._planner.arrange([rows[place] for place in permutation(key, len(rows)).tolist()])
+        return [rows[place] for place in permutation(key, len(rows)).tolist()]
 
     def _make(self) -> Any:
         try:

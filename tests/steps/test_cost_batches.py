@@ -194,7 +194,12 @@ def test_a_document_that_costs_more_than_a_batch_is_refused_with_its_place(tmp_p
         (ss.Batch, "pass the number of items, or max_tokens="),
         (lambda: ss.Batch(max_tokens=0), "max_tokens=0"),
         (lambda: ss.Batch(max_tokens=9, ragged="pad"), "ragged= and drop_last="),
-        (lambda: ss.Batch(4, fields={}), "is about max_tokens="),
+        (lambda: ss.Batch(4, fields={}), "are about max_tokens="),
+        (lambda: ss.Batch(4, overflow="drop"), "are about max_tokens="),
+        (lambda: ss.Batch(max_tokens=9, pad_id="x"), "pad_id='x'"),
+        (lambda: ss.BucketBatch([4], 9, pad_id=-5), "pad_id=-5"),
+        (lambda: ss.Batch(max_tokens=9, length=5, collate_fn=list), "length=5"),
+        (lambda: ss.Batch(max_tokens=9, fields={"input_ids": "a"}, collate_fn=list), "leave fields= out"),
         (lambda: ss.Batch(max_tokens=9, overflow="split"), "'error', 'truncate', 'drop', 'alone'"),
         (lambda: ss.Batch(max_tokens=9, overflow="truncate", collate_fn=list), "cut items in a Map"),
         (lambda: ss.Batch(max_tokens=9, length="n"), "for items that collate_fn= puts together"),
@@ -221,3 +226,20 @@ def test_a_loader_does_not_batch_batches(tmp_path):
             assert rows == loader.counts().rows == 90
         with pytest.raises(UsageError, match="depends on the data"):
             dataset.whereabouts(1, 0)
+
+
+def test_items_that_cost_nothing_are_refused(tmp_path):
+    with ss.DatasetWriter(str(tmp_path)) as writer:
+        for number in range(9):
+            writer.write({"id": number, "cost": number % 3})
+    for step in (
+        ss.Batch(max_tokens=9, length="cost", collate_fn=list),
+        ss.BucketBatch([2], 9, length="cost", collate_fn=list),
+    ):
+        with pytest.raises(DataError, match="has the length 0; lengths are at least 1"):
+            list(ss.StreamDataset(str(tmp_path), step, partitions=1))
+
+
+def test_rows_are_not_put_into_rows_again(tmp_path):
+    with pytest.raises(UsageError, match=r"Batch\(max_tokens=128\), comes after Pack\(64\).*Use Batch\(n\)"):
+        ss.StreamDataset(str(tmp_path), ss.Pack(64), ss.Batch(max_tokens=128))

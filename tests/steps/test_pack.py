@@ -753,3 +753,27 @@ def test_balanced_rows_lose_nothing_and_resume():
         got = [pieces_of(row) for row in itertools.islice(first, stop)]
         got += [pieces_of(row) for row in stage_of(pack, lengths, first.cursor())]
         assert got == rows
+
+
+def test_few_rows_in_a_window_are_told(caplog):
+    lengths = lognormal(3000)
+    pack = ss.Pack(8192, window=100, balance=16)
+    stage = stage_of(pack, lengths)
+    with caplog.at_level("WARNING", logger="streamshard"):
+        list(stage)
+    assert caplog.text.count("Use a larger window=") == 1
+    assert pack.counts(stage.cursor()).real == sum(lengths)
+
+
+def test_groups_go_on_where_a_window_has_left_one_unfinished():
+    """Rows that may not wait can end a window in the middle of a group: the next one completes it, and groups stay aligned."""
+    lengths = [n for n in lognormal(6000, seed=2) if n <= 8192]
+
+    def spread(balance):
+        stage = stage_of(ss.Pack(8192, window=700, balance=balance), lengths)
+        stage._planner.make = lambda row: sum(piece.length**2 for piece in row)
+        costs = np.array(list(stage))
+        groups = costs[: len(costs) // 8 * 8].reshape(-1, 8).sum(1)[:-2]
+        return groups.std() / groups.mean()
+
+    assert spread(8) < spread(None) / 2
