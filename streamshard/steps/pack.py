@@ -257,8 +257,8 @@ class Packer:
 @lru_cache(maxsize=64)  # once is enough
 def _tell_of_few_rows(label: str, balance: int) -> None:
     _logger.warning(
-        "%s has fewer than %d rows in a window, and balance=%d wants groups of rows that cost the same: of so few they cannot be "
-        "made. Use a larger window=, or smaller groups",
+        "%s has fewer than %d rows in a window, and balance=%d wants groups of rows that cost the same: of so few they cannot "
+        "be made. Use a larger window=, or smaller groups",
         label, _FEW_GROUPS * balance, balance,
     )  # fmt: skip
 
