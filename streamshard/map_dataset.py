@@ -10,6 +10,7 @@ from typing import Any, overload
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
+from streamshard.balanced import BalancedSampler
 from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
@@ -146,6 +147,36 @@ class MapDataset(Dataset[Any]):
     ) -> IndexSampler:
         """A sampler over this dataset for torch's DataLoader; see `IndexSampler`."""
         return IndexSampler(self, seed=seed, shuffle=shuffle, repeat=repeat, partitions=partitions, topology=topology)
+
+    def balanced(
+        self,
+        *,
+        max_tokens: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        repeat: bool = False,
+        drop_last: bool = False,
+        topology: Topology | None = None,
+    ) -> BalancedSampler:
+        """Batches of at most `max_tokens` a rank, planned over all ranks so that each costs the same; see `BalancedSampler`."""
+        return BalancedSampler(
+            self,
+            max_tokens=max_tokens,
+            seed=seed,
+            shuffle=shuffle,
+            repeat=repeat,
+            drop_last=drop_last,
+            topology=topology,
+        )
+
+    def lengths_of(self, shard: int) -> np.ndarray:
+        """The length of each sample of a shard, from its index. Raises `UsageError` for a dataset without ``length_field``."""
+        lengths = self._opened().index(shard).lengths
+        if lengths is None:
+            raise UsageError(
+                "the dataset was written without length_field=, so the lengths of its samples are not known"
+            )
+        return lengths
 
 
 def _own(value: Any) -> Any:

@@ -55,6 +55,7 @@ HOMES = {  # third-party package -> the only files that may import it
         "map_dataset.py",
         "steps/tensors.py",
         "attention.py",
+        "balanced.py",
         "distributed/topology.py",
         "testing/resume.py",
         "loader.py",

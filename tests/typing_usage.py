@@ -50,6 +50,9 @@ def random_access(url: str) -> None:
     print(one, many, len(samples))
     loader: DataLoader[Any] = DataLoader(samples, batch_size=4, sampler=samples.sampler(seed=1))
     print(loader)
+    for indices in samples.balanced(max_tokens=4096, seed=1, topology=ss.Topology(0, 8)):
+        part: list[int] = indices
+        print(part)
 
 
 def load(url: str, state: dict[str, Any] | None) -> dict[str, Any]:

@@ -24,9 +24,7 @@ def check_steps(steps: Sequence[Any]) -> None:
     batched: str | None = None
     for place, step in enumerate(steps):
         if isinstance(step, type) or not all(hasattr(step, verb) for verb in _STEP_VERBS):
-            cure = (
-                f"Map({getattr(step, '__name__', '...')})" if callable(step) else "Map, Filter, FlatMap or Batch"
-            )
+            cure = f"Map({getattr(step, '__name__', '...')})" if callable(step) else "Map, Filter, FlatMap or Batch"
             if isinstance(step, type) and all(hasattr(step, verb) for verb in _STEP_VERBS):
                 cure = f"an instance: {step.__name__}(...)"
             raise UsageError(f"step {place} is {step!r}, which is not a step; pass {cure}")
