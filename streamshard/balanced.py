@@ -19,10 +19,17 @@ from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import UsageError
 from streamshard.order.balance import next_step
 from streamshard.order.partition import ALGORITHM, Ints
-from streamshard.order.permutation import IndexPermutation
-from streamshard.order.random import stream_key
+from streamshard.order.permutation import indices_of_run
 from streamshard.shard.manifest import Manifest
-from streamshard.state import PartitionState, Snapshot, State, check_epoch, check_fingerprint, decode_state
+from streamshard.state import (
+    PartitionState,
+    Snapshot,
+    State,
+    check_epoch,
+    check_epoch_number,
+    check_fingerprint,
+    decode_state,
+)
 
 _INDEXES_AT_ONCE = 16  # indexes of shards that are read together at the start
 
@@ -82,8 +89,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
-        if not isinstance(epoch, int) or epoch < 0:
-            raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
+        check_epoch_number(epoch)
         check_epoch(self._pending, epoch)
         if self._pending is None:
             self._epoch, self._position, self._steps, self._done = epoch, 0, 0, False
@@ -137,16 +143,7 @@ class BalancedSampler(Sampler[list[int]]):
 
     def _indices(self, positions: Ints) -> Ints:
         """Indices at positions of the run, or epoch, that began with `self._epoch`."""
-        size = len(self._all_lengths())
-        if not self._shuffle:
-            return positions % size
-        out = np.empty_like(positions)
-        epochs = self._epoch + positions // size
-        for number in np.unique(epochs).tolist():
-            chosen = epochs == number
-            order = IndexPermutation(stream_key(self._seed, number, "map", ""), size)
-            out[chosen] = order(positions[chosen] % size)
-        return out
+        return indices_of_run(positions, self._epoch, len(self._all_lengths()), self._seed, shuffle=self._shuffle)
 
     def _all_lengths(self) -> Lengths:
         if self._lengths is None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from streamshard.iteration import Book, Kit, open_leaf
 from streamshard.order.cursor import Cursor, Ref, innermost, with_innermost
 from streamshard.prefetch.source import Kept
-from streamshard.steps.mixture import BranchCursor, MixtureStage
+from streamshard.steps.mixture import BranchCursor, MixtureStage, branches_of, states_of
 from streamshard.steps.pipeline import Needed, StepsPast, open_stages, still_needed, wants_refs
 from streamshard.steps.step import Stage, Step
 
@@ -23,16 +23,6 @@ class Place(NamedTuple):
     kit: Kit
     repeat: bool
     slots: int
-
-
-def states_of(states: Iterable[BranchCursor]) -> Cursor:
-    """Branches as the last element of a mixture's cursor."""
-    return tuple(tuple(state) for state in states)
-
-
-def branches_of(cursor: Cursor) -> list[BranchCursor]:
-    """The branches in a mixture's cursor."""
-    return [BranchCursor(*state) for state in cursor[-1]]
 
 
 class DatasetBranch:

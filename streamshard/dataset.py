@@ -27,7 +27,7 @@ from streamshard.distributed.gather import gather_by_rank
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
 from streamshard.frameworks.callers import refuse_bare_dcp, refuse_one_file_for_all, shards_again, trainer_trains
-from streamshard.iteration import Book, Iteration, Mark, Plain, Share, dropped
+from streamshard.iteration import Book, Finished, Iteration, Mark, Plain, Share, dropped
 from streamshard.jump import start_of, state_after
 from streamshard.mixing import MixedOrigin, Mixing
 from streamshard.observe.events import Hook, StorageCounters, add_counters
@@ -44,6 +44,7 @@ from streamshard.state import (
     Snapshot,
     State,
     check_epoch,
+    check_epoch_number,
     check_fingerprint,
     check_scope,
     decode_state,
@@ -241,8 +242,7 @@ class StreamDataset(IterableDataset[Any]):
         After `load_state_dict` only the state's own epoch may be set. With ``repeat=True`` it chooses the first epoch, before
         the first item.
         """
-        if not isinstance(epoch, int) or epoch < 0:
-            raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
+        check_epoch_number(epoch)
         workers_read = bool(self._shared[_WORKERS_READ])
         if shards_again(self.ranks):
             epoch = self._epoch_of_accelerate(epoch)
@@ -673,7 +673,7 @@ class StreamDataset(IterableDataset[Any]):
 
     def _context(self, parts: int) -> StepContext:
         refs = wants_refs(self.steps) or self._provenance
-        sources = 1 if self._mixing is None else self._mixing.weighted
+        sources = 1 if self._mixing is None else self._mixing.mixture.weighted
         return StepContext(
             self._order.seed, parts, refs=refs, provenance=self._provenance, sources=sources, window=window(self.steps)
         )
@@ -681,8 +681,8 @@ class StreamDataset(IterableDataset[Any]):
     def dropped(self, partitions: Mapping[int, PartitionState]) -> dict[str, int]:
         """For loaders: what the steps had dropped when `partitions` stood so."""
         parts = self._partitions or 1
-        origin = self._mixed(self._mixing, parts, 0) if self._mixing is not None else Plain(Book(self._order, []), 1)
-        return dropped(origin, self.steps, self._context(parts), partitions.values())
+        finished = Finished if self._mixing is None else self._mixed(self._mixing, parts, 0).finished
+        return dropped(finished, self.steps, self._context(parts), partitions.values())
 
     def _report_counters(self, iteration: Iteration) -> None:
         try:

@@ -313,12 +313,15 @@ class Finished:
 
 
 def dropped(
-    origin: Origin, steps: Sequence[Step], context: StepContext, states: Iterable[PartitionState]
+    finished: Callable[[Cursor], SourceStage],
+    steps: Sequence[Step],
+    context: StepContext,
+    states: Iterable[PartitionState],
 ) -> dict[str, int]:
     """What the steps had dropped, by step, in partitions that stand so: cursors carry it."""
     total: Counter[str] = Counter()
     for state in states:
-        total.update(dict(open_stages(steps, state.cursor, context, origin.finished).counters()))
+        total.update(dict(open_stages(steps, state.cursor, context, finished).counters()))
     return dict(total)
 
 
@@ -347,7 +350,7 @@ class Iteration:
     ) -> None:
         self.carried = dict(carried)
         self.exhausted = False
-        self._finished_counters = dropped(origin, steps, context, carried.values())
+        self._finished_counters = dropped(origin.finished, steps, context, carried.values())
         self._keep = keep
         self._pools = Pools(len(live))
         context = replace(context, pools=self._pools)

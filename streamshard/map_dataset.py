@@ -15,8 +15,7 @@ from streamshard.catalog import load_manifest
 from streamshard.distributed.topology import Topology, resolve
 from streamshard.errors import StateError, UsageError
 from streamshard.order.partition import ALGORITHM
-from streamshard.order.permutation import IndexPermutation
-from streamshard.order.random import stream_key
+from streamshard.order.permutation import indices_of_run
 from streamshard.order.rotation import Reader, Rotation, check_divides, owned, resolve_partitions
 from streamshard.prefetch.access import ShardAccess
 from streamshard.prefetch.plan import BlockPiece, plan_blocks, plan_units
@@ -27,6 +26,7 @@ from streamshard.state import (
     Snapshot,
     State,
     check_epoch,
+    check_epoch_number,
     check_fingerprint,
     check_scope,
     decode_state,
@@ -255,17 +255,8 @@ class IndexSampler(Sampler[int]):
 
     def indices(self, slots: np.ndarray, epoch: int) -> list[int]:
         """The indices at global `slots`, counted from the beginning of `epoch`."""
-        size = len(self.dataset)
-        if not self._shuffle:
-            found: list[int] = (slots % size).tolist()
-            return found
-        epochs = epoch + slots // size
-        out = np.empty_like(slots)
-        for number in np.unique(epochs).tolist():
-            chosen = epochs == number
-            out[chosen] = IndexPermutation(stream_key(self._seed, number, "map", ""), size)(slots[chosen] % size)
-        result: list[int] = out.tolist()
-        return result
+        found: list[int] = indices_of_run(slots, epoch, len(self.dataset), self._seed, shuffle=self._shuffle).tolist()
+        return found
 
     def __len__(self) -> int:
         """Indices of this rank in a whole epoch."""
@@ -276,8 +267,7 @@ class IndexSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
-        if not isinstance(epoch, int) or epoch < 0:
-            raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
+        check_epoch_number(epoch)
         pending = self._pending
         check_epoch(pending, epoch)
         self._rest_first = pending is not None and epoch == pending.epoch

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from streamshard.branches import DatasetBranch, MixedSource, MixtureBranch, Place, branches_of, states_of
+from streamshard.branches import DatasetBranch, MixedSource, MixtureBranch, Place
 from streamshard.catalog import load_manifest
 from streamshard.errors import StateError, UsageError
 from streamshard.iteration import Book, Finished, Kit
@@ -19,7 +19,7 @@ from streamshard.prefetch.access import ShardAccess
 from streamshard.resolved import Resolved, changes, plan_of, resolve, resolved_leaves
 from streamshard.shard.manifest import Manifest
 from streamshard.sources import Mixture, Source
-from streamshard.steps.mixture import BranchCursor, Rules
+from streamshard.steps.mixture import BranchCursor, Rules, branches_of, states_of
 from streamshard.steps.pipeline import open_stages, start_cursor
 from streamshard.steps.step import StepContext
 from streamshard.storage.store import Store
@@ -71,11 +71,6 @@ class Mixing:
     def sizes(self) -> dict[str, int]:
         """Samples of each dataset."""
         return {path: manifest.total_samples for path, manifest in self.manifests.items()}
-
-    @property
-    def weighted(self) -> int:
-        """How many datasets are ever drawn."""
-        return self.mixture.weighted
 
     def settle(self, slots: int) -> list[Resolved]:
         """The parameters, resolved the first time with a shuffle buffer of `slots`."""

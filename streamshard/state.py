@@ -143,6 +143,12 @@ def check_scope(scope: str, reader: Reader) -> None:
     )
 
 
+def check_epoch_number(epoch: object) -> None:
+    """Whether ``set_epoch(epoch)`` names one."""
+    if not isinstance(epoch, int) or epoch < 0:
+        raise UsageError(f"set_epoch({epoch!r}): an epoch is an int >= 0")
+
+
 def check_epoch(pending: Snapshot | None, epoch: int) -> None:
     """Whether ``set_epoch(epoch)`` agrees with a loaded state: its own epoch, or after the end of that the next."""
     if pending is None or epoch == pending.epoch or (pending.at_end and epoch == pending.epoch + 1):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.order.random import raw_words
+from streamshard.order.random import raw_words, stream_key
 
 _ROUNDS = 4
 _MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
@@ -48,3 +48,15 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     for multiplier in _MULTIPLIERS:
         values = (values ^ (values >> _SHIFT)) * multiplier  # wraps around: arithmetic modulo 2**64
     return values ^ (values >> _SHIFT)
+
+
+def indices_of_run(slots: NDArray[np.int64], epoch: int, size: int, seed: int, *, shuffle: bool) -> NDArray[np.int64]:
+    """The indices of a dataset of `size` samples at `slots` of a run that began with `epoch`: a permutation for each epoch."""
+    if not shuffle:
+        return slots % size
+    epochs = epoch + slots // size
+    out = np.empty_like(slots)
+    for number in np.unique(epochs).tolist():
+        chosen = epochs == number
+        out[chosen] = IndexPermutation(stream_key(seed, number, "map", ""), size)(slots[chosen] % size)
+    return out

@@ -11,7 +11,7 @@ several before it ends, and `left` is what it had not given when another source 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from streamshard.errors import DataError
@@ -35,9 +35,19 @@ class BranchCursor(NamedTuple):
     first: int = 0
 
 
+def states_of(states: Iterable[BranchCursor]) -> Cursor:
+    """Branches as the last element of a mixture's cursor."""
+    return tuple(tuple(state) for state in states)
+
+
+def branches_of(cursor: Cursor) -> list[BranchCursor]:
+    """The branches in a mixture's cursor."""
+    return [BranchCursor(*state) for state in cursor[-1]]
+
+
 def branches_in(cursor: Cursor, prefix: str = "") -> Iterator[tuple[str, BranchCursor]]:
     """(path, branch) of every dataset in a mixture's cursor, nested mixtures included."""
-    for state in (BranchCursor(*found) for found in cursor[-1]):
+    for state in branches_of(cursor):
         inner = innermost(state.cursor)
         if inner[0] == MIX:
             yield from branches_in(inner, f"{prefix}{state.name}/")
@@ -98,8 +108,8 @@ class MixtureStage:
         length: Callable[[Any], int],
         parts: int,
     ) -> None:
-        _, self._version, tokens, longest, self._stopped, states = cursor
-        states = [BranchCursor(*state) for state in states]
+        _, self._version, tokens, longest, self._stopped, _ = cursor
+        states = branches_of(cursor)
         self._branches: Sequence[Branch] = branches
         self._rules = rules
         self._length = length

@@ -27,7 +27,7 @@ from streamshard.steps.counts import (
     thaw,
 )
 from streamshard.steps.planner import balanced, best_fit
-from streamshard.steps.rounds import Piece, Plan, RoundStage, first_cursor
+from streamshard.steps.rounds import Piece, Plan, RoundStage, as_read, first_cursor
 from streamshard.steps.step import Stage, StepContext
 
 _logger = logging.getLogger("streamshard")
@@ -200,13 +200,13 @@ class Packer:
         full = [[piece] for piece in pieces if piece.length == self.size]
         rest = sorted((piece for piece in pieces if piece.length < self.size), key=_planning_order)
         rows = [[rest[place] for place in row] for row in best_fit([p.length for p in rest], self.size, self.segments)]
-        if last:
-            return Plan(full + [_as_read(row) for row in rows], [])
+        if last:  # within a row documents lie in the order in which they were read
+            return Plan(full + [sorted(row, key=as_read) for row in rows], [])
         rows.sort(key=_fill, reverse=True)  # stable: of equally full rows, the one begun first
         keep = max(1, 9 * len(rows) // 10)
         leaves = [place < keep or any(piece.age >= 2 for piece in row) for place, row in enumerate(rows)]
         self._keep_groups_whole(leaves, rows, before, len(full))
-        emitted = [_as_read(row) for row, goes in zip(rows, leaves, strict=True) if goes]
+        emitted = [sorted(row, key=as_read) for row, goes in zip(rows, leaves, strict=True) if goes]
         return Plan(
             full + emitted, [piece for row, goes in zip(rows, leaves, strict=True) if not goes for piece in row]
         )
@@ -265,11 +265,6 @@ def _tell_of_few_rows(label: str, balance: int) -> None:
 
 def _planning_order(piece: Piece) -> tuple[Any, ...]:
     return piece.age < 2, -piece.length, piece.identity, piece.start
-
-
-def _as_read(row: list[Piece]) -> list[Piece]:
-    """Within a row documents lie in the order in which they were read."""
-    return sorted(row, key=lambda piece: (piece.identity, piece.start))
 
 
 def _fill(row: list[Piece]) -> int:

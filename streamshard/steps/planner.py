@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+
+from streamshard.order.balance import dealt
 
 _PLACE = 32  # bits for a row's number below its free room: one int sorts by room, then by age of the row
 
@@ -40,20 +41,12 @@ def best_fit(lengths: Sequence[int], capacity: int, most: int | None = None) -> 
 def balanced(costs: Sequence[int], size: int) -> list[int]:
     """An order of rows in which each `size` of them cost about the same together; what is over comes last.
 
-    The dearest row goes into the cheapest group that has room, and so on down. Within a group rows keep their order.
+    Within a group rows keep their order.
     """
     groups = len(costs) // size
-    if not groups:
-        return list(range(len(costs)))
-    members: list[list[int]] = [[] for _ in range(groups)]
-    by_cost = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
     # The cheapest rows are left over: the groups of dearer ones can be balanced, and so can the next window's.
-    chosen, over = by_cost[: groups * size], sorted(by_cost[groups * size :])
-    room = [(0, group) for group in range(groups)]
-    heapify(room)
-    for row in chosen:
-        cost, group = heappop(room)
-        members[group].append(row)
-        if len(members[group]) < size:
-            heappush(room, (cost + costs[row], group))
-    return [row for group in members for row in sorted(group)] + over
+    by_cost = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
+    chosen, over = sorted(by_cost[: groups * size]), sorted(by_cost[groups * size :])
+    hands = dealt([costs[row] for row in chosen], [1] * len(chosen), groups, size)
+    assert hands is not None  # there is room for exactly these
+    return [chosen[place] for hand in hands for place in hand] + over

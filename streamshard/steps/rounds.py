@@ -164,7 +164,7 @@ class RoundStage(Passing):
             rows, left = self._planner.plan([*carried, *pieces], last=ended, before=before)
             for piece in left:
                 piece.age += 1
-            left.sort(key=_as_read)
+            left.sort(key=as_read)
             at = self._upstream.cursor()
             following = _record(at, left, samples.seen)
             rows = self._planner.arrange(self._shuffled(rows, checksum), before=before)
@@ -253,7 +253,8 @@ def _epoch(cursor: Cursor) -> int:
     return epoch if isinstance(epoch, int) else 0
 
 
-def _as_read(piece: Piece) -> tuple[Any, ...]:
+def as_read(piece: Piece) -> tuple[Any, ...]:
+    """Sorts pieces by the order in which they were read."""
     return piece.identity, piece.start
 
 
