@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamshard.order.mixture import SCALE, Mixer, Plan, buffers, integer_weights, phases, shared
+from streamshard.order.mixture import SCALE, UNSCALED, Mixer, Plan, buffers, integer_weights, phases, shared
 
 WEIGHTS = [(0.7, 0.2, 0.1), (1, 1, 1, 6, 6), (0.999, 0.001), (1,)]
 
@@ -150,3 +150,16 @@ def test_phases_are_different():
     assert len(set(map(tuple, found))) > 5
     assert all(sum(owed) == 0 for owed in found)
     assert list(itertools.chain(*phases(plan_of(1, 1, tokens=True), 2, 100)[:1])) == [0, 0]
+
+
+@pytest.mark.parametrize("p", [1, 7, 15])
+def test_phases_of_unknown_length_are_scaled_by_the_first_draw(p):
+    plan = plan_of(5, 3, 1, tokens=True)
+    known = mixer(plan, 16, p, mean=20)
+    unknown = Mixer(plan, 16, phases(plan, 16, 1)[p], [False] * 3, longest=UNSCALED)
+    for _ in range(50):
+        source = known.choose()
+        assert unknown.choose() == source
+        known.drew(source, 20)
+        unknown.drew(source, 20)
+        assert unknown.credits == known.credits

@@ -88,6 +88,9 @@ def test_a_stage_goes_on_after_any_batch_with_the_same_batches_and_counts(length
     got += list(rest)
     assert got == expected
     assert second.cursor() == whole.cursor()
+    total = step.counts(whole.cursor()).total
+    assert (total.documents, total.dropped) == (len(lengths), sum(n > 48 for n in lengths))
+    assert total.dropped_tokens == sum(n for n in lengths if n > 48)
 
 
 def test_buckets_waste_little_and_change_no_shares():

@@ -795,3 +795,39 @@ def test_a_change_that_finds_no_border_is_told(urls, caplog):
     with caplog.at_level("WARNING", logger="streamshard"):
         take(after, 1200)
     assert caplog.text.count("has not taken effect in partition 0 after 1000 items") == 1
+
+
+def test_a_source_that_is_closed_gives_its_look_ahead_back(urls):
+    dataset = read(flat(urls), partitions=2)
+    iteration = dataset.open_share(dataset.shares(0)[0])
+    items = iter(iteration.open())
+    next(items)
+    iteration.begin_speculation()
+    next(items)
+    assert iteration._ahead.outstanding > 0
+    for run in iteration.runs:
+        run.source.close()
+    assert iteration._ahead.outstanding == 0
+    iteration.close()
+
+
+@pytest.mark.parametrize("pack", [ss.Pack(48, window=9), ss.Pack(48, algorithm="concat"), ss.Batch(max_tokens=400)])
+def test_a_sample_counts_once_however_many_documents_come_of_it_between_those_of_others(urls, pack):
+    def open_dataset():
+        return read(nested(urls, inner="drop", outer="drop"), pack, repeat=False)
+
+    whole = open_dataset()
+    list(whole)
+    for counts in (whole.counts(), _counted_in_lives(open_dataset, 11)):
+        found = {path: (one.samples, one.documents) for path, one in counts.sources.items()}
+        assert found == {"text/web": (120, 120), "text/math": (3, 3), "code": (50, 100)}
+
+
+def _counted_in_lives(open_dataset, items):
+    """Of an epoch in lives of so many items."""
+    dataset = open_dataset()
+    while len(take(dataset, items)) == items:
+        state = dataset.state_dict()
+        dataset = open_dataset()
+        dataset.load_state_dict(state)
+    return dataset.counts()

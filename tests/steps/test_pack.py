@@ -20,6 +20,7 @@ from streamshard.order.cursor import Ref
 from streamshard.prefetch.access import ShardAccess
 from streamshard.steps.carried import Carried, decode, encode
 from streamshard.steps.planner import balanced, best_fit
+from streamshard.steps.rounds import Piece
 from streamshard.steps.step import StepContext
 from streamshard.testing import assert_exact_resume
 from tests import naive
@@ -777,3 +778,27 @@ def test_groups_go_on_where_a_window_has_left_one_unfinished():
         return groups.std() / groups.mean()
 
     assert spread(8) < spread(None) / 2
+
+
+def test_within_a_window_rows_come_in_no_order_of_their_longest_document():
+    stage = stage_of(ss.Pack(2048), lognormal(30_000))
+    stage._planner.make = lambda row: max(piece.length for piece in row)
+    found, window = [], []
+    for longest in stage:
+        window.append(longest)
+        if stage.cursor()[1] == 0:
+            found.append(np.corrcoef(np.arange(len(window)), window)[0, 1])
+            window = []
+    assert abs(np.mean(found)) < 0.05
+
+
+def test_all_that_has_left_is_a_whole_number_of_groups():
+    """Also after a window that began with rows which could not wait."""
+    pack = ss.Pack(8192, window=700, balance=8)
+    stage = stage_of(pack, [n for n in lognormal(6000, seed=2) if n <= 8192])
+    ends = [pack.counts(stage.cursor()).rows for _ in stage if stage.cursor()[1] == 0]
+    assert all(rows % 8 == 0 for rows in ends[:-1])
+    packer = stage._planner
+    leaves, rows = [True] * 40, [[Piece(("", 0, n), None, 0, 1, 1)] for n in range(40)]
+    packer._keep_groups_whole(leaves, rows, 5, 0)
+    assert (5 + sum(leaves)) % 8 == 0
